@@ -10,7 +10,19 @@ PAGE = ROOT / "docs/on-the-trainer.md"
 SOURCES = [path for folder in ("client/backhaul", "runtime/backhaul_runtime") for path in (ROOT / folder).rglob("*.py")]
 TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
 
-CALLS = {"Refusal", "refuse", "undivided", "on_trainer", "fallback", "kept", "blocked", "inside", "Local", "KeepInside"}
+CALLS = {
+    "Refusal",
+    "refuse",
+    "_note_refusal",
+    "undivided",
+    "on_trainer",
+    "fallback",
+    "kept",
+    "blocked",
+    "inside",
+    "Local",
+    "KeepInside",
+}
 """Functions, methods and classes whose first argument is a reason."""
 VARIABLES = {"local_reason", "inside_reason", "other"}
 """Variables and attributes whose value is a reason."""

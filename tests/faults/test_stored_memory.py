@@ -10,7 +10,9 @@ import backhaul
 from backhaul import BackhaulError, ProgramError, Session
 from backhaul_proto.v1 import program_pb2, segment_pb2
 from backhaul_runtime.program.codec import encode_program
+from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import (
+    Composite,
     GeneratorRef,
     Node,
     Program,
@@ -21,6 +23,7 @@ from backhaul_runtime.program.program import (
     SourceRef,
 )
 from backhaul_runtime.replay.replay import Replay, isolated
+from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -260,3 +263,59 @@ def test_a_source_that_is_declared_as_written_is_copied_first() -> None:
         replay = Replay(program, [tensor], [torch.Generator().get_state().numpy().tobytes()])
     assert replay.output(0).tolist() == [5.0, 5.0]
     assert tensor.tolist() == [1.0, 2.0]
+
+
+class Passing(torch.Tensor):
+    """A tensor subclass that passes writes on to the tensor inside of it, and writes there in `sin`, too."""
+
+    inside: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inside = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> "Passing":
+        return Passing(inner["inside"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, op: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        (first, *rest) = args
+        first.inside.add_(1)
+        return first if rest else first.inside.sin()
+
+
+def passing(op: str, *args: Any, made: int) -> Program:
+    """A program that calls an op on a `Passing` around its only source."""
+    wrapped = Composite("faults:Passing", (("inside",), (SourceRef(0),), None, (1 << 15,), (1,)))
+    sources = (Source(requires_grad=False, is_leaf=True, is_written=False),)
+    nodes = (node(op, wrapped, *args, made=(made,)),)
+    return Program(sources, nodes, (ambient_state.capture(),), (), 0, 0, types=("faults:Passing",))
+
+
+def test_no_program_writes_through_a_tensor_subclass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(names.types, "faults:Passing", Passing)
+    tensor = torch.zeros(1 << 15)
+    with isolated([]), pytest.raises(ProgramError, match="writes to a Passing"):
+        Replay(passing("mul_.Tensor", 2.0, made=0), [tensor], [])
+    assert not tensor.any()
+
+
+def test_what_a_tensor_subclass_writes_is_noticed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker keeps the digests of what it stores, as nothing may change it."""
+    monkeypatch.setitem(names.types, "faults:Passing", Passing)
+    tensor, known = torch.zeros(1 << 15), KnownDigests()
+    sources = (Source(requires_grad=True, is_leaf=True, is_written=False),)
+    reading = Program(sources, (node("sin.default", X, made=(1 << 17,)),), (ambient_state.capture(),), (FIRST,), 1, 0)
+    with isolated([]):
+        before = Replay(reading, [tensor], [], known=known).saved_digests
+        Replay(passing("sin.default", made=1 << 17), [tensor], [], known=known)
+        assert Replay(reading, [tensor], [], known=known).saved_digests != before

@@ -70,6 +70,19 @@ def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint
     assert differing(*gradients) == []
 
 
+def test_s10_an_output_keeps_attributes_that_fn_has_set(anywhere: Checkpoint) -> None:
+    def fn(h: Tensor) -> Any:
+        y: Any = h.sin()
+        y.tag, y.norm = "mine", h.detach().norm()
+        return y, [y * 2]
+
+    x, _ = inputs()
+    y, (doubled,) = anywhere(fn, x)
+    assert y.tag == "mine"
+    assert torch.equal(y.norm, x.detach().norm())
+    assert vars(doubled) == {}
+
+
 def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
     (_, h), mask = inputs(), torch.ones(3)
     returned = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)

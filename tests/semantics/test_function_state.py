@@ -1,14 +1,17 @@
 """Custom autograd functions whose backward depends on objects, settings and memory of others, without a wire."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from backhaul import Decision
+from backhaul import Decision, ReplayError
 from backhaul._backward.value_check import CheckpointError
+from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
 from support import function_settings, function_state
 from support.bits import plainly, same_bits
@@ -28,7 +31,7 @@ def remote() -> Iterator[Loopback]:
 
 @pytest.mark.parametrize("kind", function_state.MAKERS)
 def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) -> None:
-    """Each run draws another number, which only backward uses."""
+    """Each run gets another number, which only backward uses."""
     x = torch.randn(4, WIDTH, requires_grad=True)
     y = remote.checkpoint(lambda h: function_state.Keeping.apply(h.sin(), kind), x, returns="gradients")
     with pytest.raises(CheckpointError, match="Keeping"):
@@ -128,3 +131,155 @@ def test_functions_that_share_a_name_stay_on_the_trainer(remote: Loopback) -> No
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert ["not defined at the top of a module" in reason for reason in segment.kept] == [True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("Python", "outside of torch"), ("NumPy", "outside of torch"), ("torch", "a generator of its own")],
+)
+def test_draws_that_no_replay_can_repeat_stay_on_the_trainer(kind: str, reason: str, remote: Loopback) -> None:
+    def seeded(checkpoint: Any) -> list[Tensor | None]:
+        random.seed(0)
+        np.random.seed(0)
+        function_state.GENERATOR.manual_seed(0)
+        return trained(lambda h, w: function_state.Outside.apply(h.sin() * w, kind).cos(), checkpoint)
+
+    same_bits(seeded(checkpointing(remote)), seeded(plainly))
+    (segment,) = remote.report().segments
+    assert [reason in said for said in segment.kept] == [True]
+
+
+def test_a_function_that_fails_after_a_write(remote: Loopback) -> None:
+    def caught(h: Tensor, w: Tensor) -> Tensor:
+        h = h * w
+        with pytest.raises(KeyError):
+            function_state.FailsLate.apply(h)
+        return h.sin() * w
+
+    same_bits(trained(caught, checkpointing(remote)), trained(caught, plainly))
+    (segment,) = remote.report().segments
+    assert ["fails after a write" in said for said in segment.kept] == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "attribute", "reason"),
+    [
+        ("SetsGrad", "grad", "uses .grad"),
+        ("AddsToMain", "main_grad", "the attribute main_grad"),
+        ("ReadsAttribute", "factor", "the attribute factor"),
+    ],
+)
+def test_attributes_of_tensors_stay_on_the_trainer(name: str, attribute: str, reason: str, remote: Loopback) -> None:
+    function = getattr(function_state, name)
+
+    def attributed(checkpoint: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+        if attribute != "grad":
+            setattr(w, attribute, torch.ones(WIDTH))
+        checkpoint(lambda h: function.apply(h.sin(), w).cos(), x).sum().backward()
+        return [x.grad, getattr(w, attribute)]
+
+    same_bits(attributed(checkpointing(remote)), attributed(plainly))
+    (segment,) = remote.report().segments
+    assert [reason in said for said in segment.kept] == [True]
+
+
+def test_a_gradient_that_is_set_in_another_way_is_an_error(remote: Loopback) -> None:
+    x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+    y = remote.checkpoint(lambda h: function_state.AddsElsewhere.apply(h.sin(), w), x, returns="gradients")
+    with pytest.raises(ReplayError, match="added to .grad of a tensor"):
+        y.sum().backward()
+
+
+def test_one_object_for_two_arguments(remote: Loopback) -> None:
+    """A replay builds two objects from the parts of one."""
+    slotted = function_state.Slotted(2.0)
+    body = lambda h, w: function_state.TakingTwo.apply(h.sin() * w, slotted, slotted).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2}
+
+
+def test_a_context_may_hold_something_that_holds_itself(remote: Loopback) -> None:
+    body = lambda h, w: function_state.KeepingItself.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2}
+
+
+@pytest.mark.parametrize("name", ["KeepingTwice", "KeepingWeakly"])
+def test_what_someone_else_holds_beside_a_context_keeps_its_graph(name: str, remote: Loopback) -> None:
+    """However often the context refers to it."""
+    function = getattr(function_state, name)
+
+    def held(checkpoint: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+        inside: list[Tensor] = []
+
+        def body(h: Tensor) -> Tensor:
+            inside.append(h * w)
+            return function.apply(inside[0]).cos() * w
+
+        y = checkpoint(body, x)
+        return list(torch.autograd.grad(y.sum(), [inside[0], x, w]))
+
+    same_bits(held(checkpointing(remote)), held(plainly))
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.ACTIVATIONS: 1}
+
+
+def test_a_list_in_a_named_tuple_may_change_before_backward(remote: Loopback) -> None:
+    def case(checkpoint: Any) -> list[Tensor | None]:
+        listed = function_state.Listed([2.0])
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function_state.TakingListed.apply(h.sin(), listed).cos(), x)
+        listed.numbers[0] = 5.0
+        y.sum().backward()
+        return [y, x.grad]
+
+    same_bits(case(checkpointing(remote)), case(plainly))
+    (segment,) = remote.report().segments
+    assert set(segment.decisions) == {Decision.ACTIVATIONS}
+
+
+def test_an_adapter_may_be_registered_while_another_thread_looks_one_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up = adapters._look_up
+
+    def meanwhile(cls: type) -> Any:
+        adapter = look_up(cls)
+        adapters.register_adapter("some:Class", flatten=lambda _: (), build=lambda cls, _: cls())
+        return adapter
+
+    class Unknown:
+        pass
+
+    monkeypatch.setattr(adapters, "_registered", {**adapters._registered})
+    monkeypatch.setattr(adapters, "_look_up", meanwhile)
+    assert adapters.adapter_of(Unknown) is None
+
+
+def test_an_attribute_of_a_tensor_may_change_before_backward(remote: Loopback) -> None:
+    def case(checkpoint: Any) -> list[Tensor | None]:
+        marked = torch.ones(4).as_subclass(function_state.Marked)
+        marked.scale = 2.0
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function_state.TakingMarked.apply(h.sin(), marked).cos(), x)
+        marked.scale = 5.0
+        y.sum().backward()
+        return [y, x.grad]
+
+    same_bits(case(checkpointing(remote)), case(plainly))
+    (segment,) = remote.report().segments
+    assert set(segment.decisions) == {Decision.ACTIVATIONS}
+
+
+def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changed after forward here, as the worker without a wire has the same class."""
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    sloped = function_state.Sloped(4)
+    y = remote.checkpoint(lambda h: function_state.TakingSloped.apply(h.sin(), sloped), x, returns="gradients")
+    monkeypatch.setattr(function_state.Sloped, "slope", 5.0)
+    with pytest.raises(CheckpointError, match="TakingSloped"):
+        y.sum().backward()

@@ -2,7 +2,9 @@
 
 import enum
 import functools
+import itertools
 import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ class Keeping(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
-        ctx.kept = MAKERS[kind](random.random())
+        ctx.kept = MAKERS[kind](next(NUMBERS))
         return x * 2
 
     @staticmethod
@@ -52,6 +54,9 @@ class InSlots:
 class Number(float):
     """A float of a class of its own."""
 
+
+NUMBERS = (1 / number for number in itertools.count(2))
+"""A number for each run, none of them twice."""
 
 MAKERS: dict[str, Callable[[float], Any]] = {
     "array": lambda number: np.array([number]),
@@ -277,3 +282,201 @@ class Powers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] * ctx.saved_tensors[0].cos() * ctx.options["factor"], None
+
+
+class Outside(torch.autograd.Function):
+    """Draws from a generator that no replay can set."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.number = DRAWS[kind]()
+        return x * ctx.number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.number, None
+
+
+GENERATOR = torch.Generator()
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "Python": random.random,
+    "NumPy": lambda: float(np.random.rand()),
+    "torch": lambda: float(torch.rand((), generator=GENERATOR)),
+}
+"""Draws of random numbers, by whose generator they come from."""
+
+
+class FailsLate(Doubling):
+    """Raises an exception when it has written to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(2)
+        raise KeyError("after a write")
+
+
+class SetsGrad(torch.autograd.Function):
+    """Sets `.grad` of a weight in backward, instead of returning a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.grad = (gradients[0] * x).sum(0)
+        return gradients[0] * ctx.weight.detach(), None
+
+
+def add_to_grad(tensor: Tensor, gradient: Tensor) -> None:
+    """What `AddsElsewhere` calls."""
+    tensor.grad = gradient
+
+
+class AddsElsewhere(SetsGrad):
+    """Sets `.grad` by a function of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        add_to_grad(ctx.weight, (gradients[0] * x).sum(0))
+        return gradients[0] * ctx.weight.detach(), None
+
+
+class AddsToMain(SetsGrad):
+    """Adds to an attribute of a weight in backward, as fused accumulation of gradients does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad.add_((gradients[0] * x).sum(0))
+        return gradients[0] * ctx.weight.detach(), None
+
+
+class ReadsAttribute(torch.autograd.Function):
+    """Reads an attribute of a weight in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.factor = getattr(weight, "factor")  # noqa: B009  as code does that gives a default
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+class TakingTwo(torch.autograd.Function):
+    """Gets two objects, which may be one, and keeps both."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, one: Slotted, other: Slotted) -> Tensor:
+        ctx.one, ctx.other = one, [other, one]
+        return x * one.number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.other[0].number, None, None
+
+
+class KeepingTwice(torch.autograd.Function):
+    """Keeps one list of tensors in two attributes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.one = ctx.other = [x]
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.one[0].cos()
+
+
+class KeepingWeakly(Doubling):
+    """Keeps a weak reference to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.x = weakref.ref(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+class KeepingItself(torch.autograd.Function):
+    """Keeps a list that holds itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.items = [x]
+        ctx.items.append(ctx.items)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.items[1][0].cos()
+
+
+class Listed(NamedTuple):
+    """A named tuple whose field a caller may change."""
+
+    numbers: list[float]
+
+
+class TakingListed(torch.autograd.Function):
+    """Reads the list in a named tuple in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, listed: Listed) -> Tensor:
+        ctx.listed = listed
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.listed.numbers[0], None
+
+
+@dataclass(frozen=True)
+class Sloped:
+    """Has what backward needs in its class."""
+
+    bits: int
+    slope = 2.0
+
+
+class TakingSloped(torch.autograd.Function):
+    """Reads an attribute of an argument's class in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sloped: Sloped) -> Tensor:
+        ctx.sloped = sloped
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.sloped.slope, None
+
+
+class Marked(Tensor):
+    """A tensor with an attribute."""
+
+    scale: float
+
+
+class TakingMarked(torch.autograd.Function):
+    """Reads an attribute of a tensor in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, marked: Marked) -> Tensor:
+        ctx.marked = marked
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.marked.scale, None

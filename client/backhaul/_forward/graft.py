@@ -208,6 +208,7 @@ def graft(
             set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))
             for position, tensor in zip(stage.outputs, made, strict=True):
                 grafted[position] = tensor if len(made) == 1 else _own_node(tensor, outputs[position])
+                vars(grafted[position]).update(vars(outputs[position]))  # attributes that the function has set
     return tuple(grafted)
 
 

@@ -10,10 +10,15 @@ NOTE [Layer runs]
    differs, if it draws between layers of a run.
 4. A deferred output that a layer has continued has no value, because it only exists inside of the segment. Its use by
    anything else raises an error.
+5. A layer runs under the settings of torch that were in force when the model called it, such as autocast and the mode
+   of gradients, whatever they are when the value is needed. Calls under different settings are not joined.
+6. What a layer has and gets must stay as it was until the layer runs. A change raises an error. A layer that sets
+   attributes of its modules is not joined, because the model might read them before the layer has run.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +29,8 @@ from torch import Tensor, nn
 
 from backhaul._torch_api.fsdp import is_sharded
 from backhaul._torch_api.options import NAMES
-from backhaul_runtime.torch_internals.private import pytree
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.private import pytree, version_of
 
 _TAKEN = NAMES | {"function", "session"}
 """Keyword arguments that `checkpoint` would treat as options instead of passing them on."""
@@ -52,11 +58,35 @@ class _LayerCall:
         layer: The layer inside its wrapper.
         args: Positional arguments after the first one.
         kwargs: Keyword arguments of the layer.
+        state: The settings of torch under which the model called the layer.
+        given: What `_noted` returned when the model called the layer.
     """
 
     layer: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    state: ambient_state.State
+    given: Sequence[tuple[int, int]]
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if anything is not what it was when the model called the layer (Rule 6)."""
+        if _noted(self.layer, self.args, self.kwargs) != self.given:
+            raise _changed(self.layer)
+
+
+def _noted(layer: nn.Module, *arguments: Any) -> list[tuple[int, int]]:
+    """Returns the identities and versions of the tensors that a layer has and gets, and modes of its modules."""
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    tensors += [*layer.parameters(), *layer.buffers()]
+    noted = [(id(tensor), 0 if isinstance(tensor, DeferredOutput) else version_of(tensor)) for tensor in tensors]
+    return [*noted, *[(id(module), module.training) for module in layer.modules()]]
+
+
+def _changed(layer: nn.Module) -> RuntimeError:
+    return RuntimeError(
+        f"something that a {type(layer).__name__} has or got was changed before the segment of several layers ran. "
+        "Give each of these layers a segment of its own: set segment_layers=1"
+    )
 
 
 class LayerSegment:
@@ -95,6 +125,7 @@ class DeferredOutput(Tensor):
 
     _calls: tuple[_LayerCall, ...]
     _start: Tensor
+    _start_version: int
     _run: "LayerRun"
     _value: Tensor | None
     _is_continued: bool
@@ -104,23 +135,27 @@ class DeferredOutput(Tensor):
         """Returns the output of some calls, the first of which takes `start`."""
         output = start.detach().as_subclass(cls)
         output._run, output._start, output._calls = run, start, calls
+        output._start_version = version_of(start)
         output._value, output._is_continued = None, False
         return output
 
-    def is_open(self, run: "LayerRun") -> bool:
-        """Whether a layer of a run may continue this output: nothing has needed its value yet."""
-        return self._run is run and self._value is None
+    def is_open(self, run: "LayerRun", state: ambient_state.State) -> bool:
+        """Whether a layer of a run, called under these settings, may continue this output (Rules 3 to 5)."""
+        is_unused = self._value is None and not self._is_continued
+        return self._run is run and is_unused and self._calls[-1].state == state
 
     def continued(self, call: _LayerCall) -> "DeferredOutput":
         """Returns the output of a layer that takes this one."""
         self._is_continued = True
-        return DeferredOutput.of(self._run, self._start, (*self._calls, call))
+        output = DeferredOutput.of(self._run, self._start, (*self._calls, call))
+        output._start_version = self._start_version
+        return output
 
     def computed(self) -> Tensor:
         """Returns the value, and computes it first if nothing has.
 
         Raises:
-            RuntimeError: The next layer has continued this output (Rule 4).
+            RuntimeError: The next layer has continued this output (Rule 4), or an argument has changed (Rule 6).
         """
         if self._value is None:
             if self._is_continued:
@@ -128,7 +163,12 @@ class DeferredOutput(Tensor):
                     f"the output of a {type(self._calls[-1].layer).__name__} inside a segment of several layers is "
                     "used outside of it. Give each of these layers a segment of its own: set segment_layers=1"
                 )
-            self._value = self._run.compute(self._start, self._calls)
+            if version_of(self._start) != self._start_version:
+                raise _changed(self._calls[0].layer)
+            for call in self._calls:
+                call.check_unchanged()
+            with _under(self._calls[-1].state):
+                self._value = self._run.compute(self._start, self._calls)
         return self._value
 
     @classmethod
@@ -144,6 +184,17 @@ class DeferredOutput(Tensor):
 
 def _value_of(value: Any) -> Any:
     return value.computed() if isinstance(value, DeferredOutput) else value
+
+
+@contextmanager
+def _under(state: ambient_state.State) -> Iterator[None]:
+    """Runs under the settings of torch with which the model called a layer (Rule 5)."""
+    if state == ambient_state.capture() and not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), ambient_state.restored():
+        ambient_state.apply(state, ambient_state.capture())
+        yield
 
 
 class LayerRun:
@@ -172,12 +223,14 @@ class LayerRun:
         layer, x = self.layers[position], args[0] if args else None
         may_join = self._is_joined and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         if not may_join or is_sharded(layer) or not isinstance(x, Tensor):
-            result = run_layer(self._checkpoint, layer, args, kwargs)
+            before = _attributes(layer) if self._is_joined is None else []
+            result = run_layer(self._checkpoint, layer, tuple(map(_value_of, args)), kwargs)
             if self._is_joined is None and torch.is_grad_enabled():
-                self._observe(position, x, result)
+                self._observe(position, x, result, sets_attributes=not _are_same(before, _attributes(layer)))
             return result
-        call = _LayerCall(layer, args[1:], kwargs)
-        if isinstance(x, DeferredOutput) and x.is_open(self):
+        state = ambient_state.capture()
+        call = _LayerCall(layer, args[1:], kwargs, state, _noted(layer, args[1:], kwargs))
+        if isinstance(x, DeferredOutput) and x.is_open(self, state):
             output = x.continued(call)
         else:
             output = DeferredOutput.of(self, _value_of(x), (call,))
@@ -195,12 +248,12 @@ class LayerRun:
         result: Tensor = self._checkpoint(segment, start, [call.layer for call in calls], arguments)
         return result
 
-    def _observe(self, position: int, x: Any, result: Any) -> None:
-        """Notes what a layer took and returned in the first forward (Rule 1)."""
+    def _observe(self, position: int, x: Any, result: Any, *, sets_attributes: bool) -> None:
+        """Notes what a layer took and returned in the first forward (Rule 1), and what else it did (Rule 6)."""
         if position == 0:
             self._is_chain, self._next = True, 0
         is_first_or_next = position == 0 or (position == self._next and x is self._last())
-        self._is_chain &= is_first_or_next and _are_alike(x, result)
+        self._is_chain &= is_first_or_next and _are_alike(x, result) and not sets_attributes
         self._next = position + 1
         if isinstance(result, Tensor):
             self._last = weakref.ref(result)
@@ -210,6 +263,17 @@ class LayerRun:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = memo[id(self)] = type(self)([deepcopy(layer, memo) for layer in self.layers], self._checkpoint)
         return copied
+
+
+def _attributes(layer: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the attributes of a layer's modules, without parameters and buffers."""
+    return [item for module in layer.modules() for item in vars(module).items()]
+
+
+def _are_same(before: Sequence[tuple[str, Any]], now: Sequence[tuple[str, Any]]) -> bool:
+    return len(before) == len(now) and all(
+        name == other and value is old for (name, value), (other, old) in zip(now, before, strict=True)
+    )
 
 
 def _are_alike(one: Any, other: Any) -> bool:

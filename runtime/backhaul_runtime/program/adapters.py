@@ -60,15 +60,17 @@ def register_adapter(
         flatten: Returns the parts of an object: numbers, texts, tensors, and lists, tuples and dicts of them.
         build: Returns an object of the class, from the class and the parts.
     """
+    global _looked_up
     _registered[name] = Adapter(flatten, build)
-    _looked_up.clear()
+    _looked_up = {}  # not cleared: another thread may be looking up what was registered before
 
 
 def adapter_of(cls: type) -> Adapter | None:
     """Returns the adapter of a class, or None if its objects can't be taken apart."""
-    if cls not in _looked_up:
-        _looked_up[cls] = _look_up(cls)
-    return _looked_up[cls]
+    looked_up = _looked_up
+    if cls not in looked_up:
+        looked_up[cls] = _look_up(cls)
+    return looked_up[cls]
 
 
 def _look_up(cls: type) -> Adapter | None:
@@ -198,9 +200,16 @@ _SHIPPED = {
 _registered |= _SHIPPED
 
 
-def may_change(cls: type) -> bool:
-    """Whether objects of a class may change between forward and backward, which then reads other values."""
-    name = name_of_class(cls)
-    if issubclass(cls, (Tensor, enum.Enum, tuple)) or name in _SHIPPED:
+def may_change(value: Any) -> bool:
+    """Whether an object may change between forward and backward, which then reads other values."""
+    cls: type = type(value)
+    if name_of_class(cls) in _SHIPPED or isinstance(value, (enum.Enum, tuple)):
         return False
-    return name in _registered or not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    if isinstance(value, Tensor):
+        return is_thin(cls) and bool(attribute_names(value))
+    return name_of_class(cls) in _registered or not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def is_fixed(cls: type) -> bool:
+    """Whether objects of a class stay as they are, with everything inside. A tuple may hold a list, which does not."""
+    return issubclass(cls, (Tensor, enum.Enum)) or name_of_class(cls) in _SHIPPED

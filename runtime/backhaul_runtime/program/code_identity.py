@@ -16,9 +16,10 @@ NOTE [Identity of a function]
 
 import dis
 import functools
+import inspect
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import is_
 from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
@@ -79,13 +80,21 @@ class CodeIdentity:
 
     def digest(self) -> str:
         """Returns the present identity, 32 hexadecimal digits; empty if there is too much code."""
+        return self._present()[1]
+
+    @property
+    def names(self) -> Set[str]:
+        """The names in the code, among which are all attributes that it can read."""
+        return self._present()[0].names
+
+    def _present(self) -> "tuple[_Walk, str]":
         last = self._last
         if last is None or not last[0].is_current():
             walk = _Walk()
             walk.function_class(self._class)
             text = "\n".join(walk.lines).encode()
             last = self._last = walk, xxhash.xxh3_128_hexdigest(text) if walk.is_complete else ""
-        return last[1]
+        return last
 
 
 @functools.cache
@@ -94,12 +103,34 @@ def identity_of_class(cls: type) -> CodeIdentity:
     return CodeIdentity(cls)
 
 
+def lines_of_class(cls: type) -> Iterator[str]:
+    """Yields lines that are equal for equal classes: the constants and the code of the class, and of its bases."""
+    for base in cls.__mro__:
+        for name, value in () if is_foreign(base.__module__) else sorted(vars(base).items()):
+            item = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(item, FunctionType):
+                yield from (name, *code_lines(item.__code__))
+            elif name not in _OF_PYTHON and (text := _constant(item)) is not None:
+                yield f"{name} = {text}"
+
+
+@functools.cache
+def uses_gradients(cls: type) -> bool:
+    """Whether methods of a custom autograd function read or set `.grad` of tensors, or call `autograd.backward`."""
+    own: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own |= {} if is_foreign(base.__module__) else vars(base)
+    methods = [inspect.unwrap(getattr(item, "__func__", item)) for item in own.values() if not isinstance(item, type)]
+    return any(_uses_gradients(method.__code__) for method in methods if isinstance(method, FunctionType))
+
+
 class _Walk:
     """Visits code and what it reads."""
 
     def __init__(self) -> None:
         self.lines = [f"python {sys.version_info[:2]}"]
         self.is_complete = True
+        self.names: set[str] = set()
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
@@ -223,6 +254,7 @@ class _Walk:
         if is_foreign(function.__module__):
             return
         names = sorted(set(_names(code)))
+        self.names.update(names, _texts(code))
         for name in names:
             self._read(function.__globals__, name)
             self._attributes_of_module(function.__globals__.get(name), names)
@@ -335,6 +367,29 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+def _texts(code: CodeType) -> Iterator[str]:
+    """Yields the texts in code: `getattr` takes names as texts."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _texts(constant)
+
+
+def _uses_gradients(code: CodeType) -> bool:
+    """Whether code has the attribute `grad` of anything but `autograd`, or calls `autograd.backward`."""
+    before = None
+    for instruction in dis.get_instructions(code):
+        name, is_attribute = instruction.argval, instruction.opname in _ATTRIBUTES
+        if is_attribute and name in {"grad", "backward"} and (before == "autograd") == (name == "backward"):
+            return True
+        before = name
+    return any(_uses_gradients(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 
 
 def _constant(value: Any, depth: int = 0) -> str | None:

@@ -27,6 +27,7 @@ from backhaul_runtime.program.code_identity import (
     is_found_by_name,
     name_of_class,
     plain_name,
+    uses_gradients,
 )
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
@@ -174,6 +175,8 @@ class OfferedNames:
             return f"{what}: its package has version {here} here and {version} on the worker"
         if not identity or identity != identity_of_class(function).digest():
             return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
+        if uses_gradients(function):
+            return f"{what}: its code uses .grad of tensors, and those of a replay are not the trainer's"
         return ""
 
     def why_not_type(self, cls: type) -> str:

@@ -1,6 +1,5 @@
 """Records arguments of custom autograd functions, which may be objects, and tensor subclasses among those of ops."""
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,8 +7,8 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.adapters import TensorMemory, adapter_of, may_change
-from backhaul_runtime.program.code_identity import is_foreign, name_of_class, plain_name
+from backhaul_runtime.program.adapters import TensorMemory, adapter_of, is_fixed, may_change
+from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class, plain_name
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.program import Composite, Ref
 from backhaul_runtime.tensors.layout import unsupported_reason
@@ -27,6 +26,20 @@ def _can_be_sent(value: Any) -> bool:
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
     return type(value) is not str or value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def check_attributes(function: type, tensors: Iterable[Tensor]) -> None:
+    """Raises Refusal if the code of a custom function names an attribute of a tensor, as programs hold none of these.
+
+    Args:
+        function: The custom autograd function that gets the tensors.
+        tensors: The tensors among its arguments. Those of a class of their own have an adapter.
+    """
+    for tensor in tensors:
+        attributes = set(vars(tensor)) if is_plain(type(tensor)) else set()
+        if attributes and (named := min(attributes & identity_of_class(function).names, default="")):
+            what = f"the custom autograd function {plain_name(function)}"
+            raise Refusal(f"{what} may read the attribute {named} of a tensor, which no program holds")
 
 
 class FunctionArguments:
@@ -87,9 +100,9 @@ class FunctionArguments:
             return self._built(cls, adapter.flatten(value), refers)
         finally:
             self.is_in_object = outer
-            if may_change(cls):
+            if may_change(value):
                 self.changeable = plain_name(cls)
-            elif not dataclasses.is_dataclass(cls):  # a frozen dataclass may hold a dict
+            elif is_fixed(cls):
                 self.changeable = changeable
 
     def _built(self, cls: type, parts: Iterable[Any], refers: Refers) -> Composite:

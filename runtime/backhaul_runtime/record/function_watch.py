@@ -1,16 +1,19 @@
 """Watches a custom autograd function while it runs, so that one node can stand for it.
 
 The ops inside it are not recorded. But some of them matter to what is recorded around the function: those that write to
-memory from outside, that communicate, or that build a graph of their own.
+memory from outside, that communicate, or that build a graph of their own. And a replay draws only from torch's default
+generators what forward has drawn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
+from backhaul_runtime.torch_internals.generators import states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload
 from backhaul_runtime.torch_internals.storages import StorageLedger
@@ -30,7 +33,7 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, writes: Callable[[Tensor], object], refuse: Callable[[str], None]) -> None:
         super().__init__()
-        self._writes, self._refuse = writes, refuse
+        self._writes, self._note_refusal = writes, refuse
         self.begin("")
 
     def begin(self, name: str) -> None:
@@ -38,20 +41,37 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._name = name
         self._made = StorageLedger()
         self.made_bytes = 0
-        self.draws = False
+        self.draws = self._has_written = False
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Watches a function while it runs, see `PreDispatchMode.within`."""
+        before = states_outside_torch()
+        try:
+            with super().within():
+                yield
+        except BaseException:
+            if self._has_written:  # no node stands for a function that raised an exception, so a replay does not write
+                self._note_refusal(f"the custom autograd function {self._name} fails after a write to an argument")
+            raise
+        if states_outside_torch() != before:
+            self._note_refusal(f"the custom autograd function {self._name} draws random numbers outside of torch")
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, after noting what it writes to."""
         op_rules = rules(op)
         self.draws |= op_rules.draws
+        if op_rules.draws and any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            self._note_refusal(f"the custom autograd function {self._name} draws from a generator of its own")
         if op_rules.written or op_rules.is_collective or torch.is_grad_enabled():
             with DisableTorchDispatch():
                 if op_rules.is_collective:
-                    self._refuse(f"the custom autograd function {self._name} communicates with other ranks")
+                    self._note_refusal(f"the custom autograd function {self._name} communicates with other ranks")
                 elif torch.is_grad_enabled():
-                    self._refuse(f"the custom autograd function {self._name} takes gradients inside its forward")
+                    self._note_refusal(f"the custom autograd function {self._name} takes gradients inside its forward")
                 for tensor in written_tensors(op_rules, args, kwargs):
                     if tensor not in self._made:
+                        self._has_written = True
                         self._writes(tensor)
         returned = op(*args, **kwargs)
         for result in tensors_in(returned):
@@ -61,4 +81,4 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse(self, reason: str) -> None:
         """Notes a higher-order op inside the function."""
-        self._refuse(f"the custom autograd function {self._name} calls {reason}")
+        self._note_refusal(f"the custom autograd function {self._name} calls {reason}")

@@ -54,7 +54,7 @@ from backhaul_runtime.program.program import (
 )
 from backhaul_runtime.program.unsafe_arguments import check_values
 from backhaul_runtime.record.context_tensors import ContextTensors
-from backhaul_runtime.record.function_arguments import CONSTANTS, FunctionArguments
+from backhaul_runtime.record.function_arguments import CONSTANTS, FunctionArguments, check_attributes
 from backhaul_runtime.record.function_watch import FunctionWatch
 from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.sources import Hold, SourceLedger
@@ -447,6 +447,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(f"the custom autograd function {plain_name(function)} gets memory that no op wrote")
         self._given.clear()
         arguments = tuple([self._arguments.part(value, self._ref) for value in args])
+        check_attributes(function, self._given)
         self._begin_check(name)
         if name not in self.recording.identities:
             names.functions[name] = function

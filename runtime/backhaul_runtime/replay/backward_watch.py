@@ -6,19 +6,17 @@ later, such as statistics of gradients, and then the trainer's own tensor would 
 runs on the trainer.
 """
 
-import random
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import ReplayError
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
-from backhaul_runtime.torch_internals.generators import default_generator
+from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
@@ -63,8 +61,7 @@ class BackwardWatch:
 
     def _states(self) -> list[Any]:
         states: list[Any] = [generator.get_state().numpy().tobytes() for generator in self._generators]
-        kind, keys, *rest = np.random.get_state(legacy=True)
-        return [*states, random.getstate(), kind, np.asarray(keys).tobytes(), *rest]
+        return [*states, *states_outside_torch()]
 
 
 class _Around:

@@ -7,7 +7,8 @@ such node, over its arguments, its results, and everything on the context. The d
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,7 +22,13 @@ from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
-from backhaul_runtime.program.code_identity import code_lines, identity_of_class, is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import (
+    code_lines,
+    identity_of_class,
+    is_foreign,
+    lines_of_class,
+    name_of_class,
+)
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
@@ -48,7 +55,7 @@ class OpaqueCheck:
         take: Returns the digest of a tensor's contents.
 
     Attributes:
-        tensors: The tensors that were met on contexts, each as often as it was met.
+        tensors: The tensors that were met on contexts, each as often as something there refers to it.
         storages: Keys of the storages of all tensors that were met.
     """
 
@@ -56,7 +63,8 @@ class OpaqueCheck:
         self._take = take
         self._texts: list[str] = []
         self._digests: list[Digest] = []
-        self._met: dict[int, tuple[int, Any]] = {}  # with the object, so that no id is used twice
+        self._inside: list[int] = []  # ids of the containers and objects that are being visited, from outside to inside
+        self._met: dict[int, Any] = {}  # those that were visited, which are kept so that no id is used twice
         self._count = 0
         self.tensors: list[Tensor] = []
         self._is_context = False
@@ -98,14 +106,36 @@ class OpaqueCheck:
             self._tensor(value)
         elif isinstance(value, TensorMemory):
             self._memory(value.tensor)
-        elif type(value) in (list, tuple, torch.Size):
-            self._sequence(value)
-        elif type(value) is dict:
-            self._mapping(value)
         elif isinstance(value, torch.device):
             self._texts.append(value.type)
+        elif isinstance(value, _NAMED):
+            self._texts.append(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', value.__name__)}")
+        elif id(value) in self._inside:
+            self._texts.append(f"inside {self._inside.index(id(value))}")
         else:
-            self._object(value)
+            self._contents(value)
+
+    def _contents(self, value: Any) -> None:
+        """Visits a container or an object, each time alike: where forward has one object, a replay may have two."""
+        self._inside.append(id(value))
+        with self._counting_once(value):
+            if type(value) in (list, tuple, torch.Size):
+                self._sequence(value)
+            elif type(value) is dict:
+                self._mapping(value)
+            else:
+                self._object(value)
+        self._inside.pop()
+
+    @contextmanager
+    def _counting_once(self, holder: Any) -> Iterator[None]:
+        """Lists the tensors that something refers to in `tensors`, unless it was visited before."""
+        counts, self._is_context = self._is_context, self._is_context and id(holder) not in self._met
+        self._met[id(holder)] = holder
+        try:
+            yield
+        finally:
+            self._is_context = counts
 
     def _sequence(self, value: Iterable[Any]) -> None:
         items = list(value)
@@ -120,14 +150,7 @@ class OpaqueCheck:
             self._visit(item)
 
     def _object(self, value: Any) -> None:
-        if isinstance(value, _NAMED):
-            self._texts.append(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', value.__name__)}")
-            return
-        if id(value) in self._met:  # perhaps inside itself
-            self._texts.append(f"object {self._met[id(value)][0]}")
-            return
-        self._met[id(value)] = len(self._met), value
-        self._texts.append(name_of_class(type(value)))
+        self._texts += [name_of_class(type(value)), *lines_of_class(type(value))]
         adapter = adapter_of(type(value))
         if adapter is not None:
             self._visit(list(adapter.flatten(value)))
@@ -171,7 +194,9 @@ class OpaqueCheck:
                 self._visit(value.get_state().numpy().tobytes())
                 is_exact = True
             case weakref.ref():
+                counts, self._is_context = self._is_context, False  # it does not keep a tensor alive
                 self._visit(value())
+                self._is_context = counts
                 is_exact = True
             case dict():
                 self._mapping(value)
@@ -190,10 +215,11 @@ class OpaqueCheck:
         self._texts += code_lines(value.__code__)
         self._sequence([value.__module__, value.__defaults__, value.__kwdefaults__])
         for cell in value.__closure__ or ():
-            try:
-                self._visit(cell.cell_contents)
-            except ValueError:  # it is empty
-                self._texts.append("empty")
+            with self._counting_once(cell):
+                try:
+                    self._visit(cell.cell_contents)
+                except ValueError:  # it is empty
+                    self._texts.append("empty")
 
     def _tensor(self, tensor: Tensor) -> None:
         if self._is_context:

@@ -13,8 +13,10 @@ NOTE [Lent memory]
 4. Ops that take an offset from the start of a storage could reach beyond a lent tensor, so they are refused for one.
 5. Therefore a stored tensor has the same digest in every replay, and a worker keeps the digest (`KnownDigests`). It
    computes the digest again once in `KNOWN_USES` uses, to detect memory that a hardware fault has damaged.
-6. The ops inside a custom function are watched too, but a kernel outside torch could still write anywhere. So the
-   digests of the sources of a program with such functions are computed again after each replay and each backward.
+6. The ops inside a custom function are watched too, but a kernel outside torch could still write anywhere. So could an
+   op of a tensor subclass, which passes it on to the tensors inside. So an op that writes to a tensor subclass is
+   refused, and the digests of the sources of a program with functions or objects are computed again after each replay
+   and each backward.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -61,6 +63,7 @@ from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
     DisableTorchFunction,
     OpOverload,
+    is_thin,
     next_sequence_number,
     version_of,
 )
@@ -179,7 +182,7 @@ class Replay:
         self._cuts, self._cut = self._last_written(sources, generator_states), dict[int, Tensor]()
         with torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)), context or nullcontext():
             results = self._run(meter, keeps_modes=context is not None)
-        if program.functions:  # Rule 6
+        if program.functions or program.types:  # Rule 6
             contents.forget()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
@@ -380,6 +383,8 @@ class Replay:
         """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
         op_rules = rules(op)
         for tensor in written_tensors(op_rules, args, kwargs):
+            if not is_thin(type(tensor)):
+                raise ProgramError(f"{op_rules.name} writes to a {type(tensor).__name__}", op=op_rules.name)
             if storage_key(tensor) in self._lent:
                 raise ProgramError(
                     f"{op_rules.name} would write into a source that the program does not declare as written",
@@ -520,6 +525,11 @@ class Replay:
                 )
             if watch is not None:
                 watch.end()
+            if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
+                raise ReplayError(
+                    "the backward of a custom function has added to .grad of a tensor, which is not the trainer's "
+                    "tensor here: start the worker without allowing the function"
+                )
         except BackhaulError:  # raised by `check`, or a SavedTensorModifiedError
             raise
         except Exception as error:  # a backward formula may raise any type of error
@@ -529,7 +539,7 @@ class Replay:
         finally:
             for handle in handles:
                 handle.remove()
-            if self._program.functions:
+            if self._program.functions or self._program.types:
                 self._packing.forget()
         return [
             Contribution(source, collected.get((source, number)))

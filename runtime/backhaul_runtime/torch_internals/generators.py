@@ -1,8 +1,10 @@
-"""Finds the generator that an op draws from."""
+"""Finds the generator that an op draws from, and reads the states of those outside torch."""
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,3 +30,9 @@ def default_generator(device: torch.device) -> torch.Generator:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[index]
     raise Refusal(f"random numbers on {device.type}")
+
+
+def states_outside_torch() -> list[Any]:
+    """Returns the states of the generators of Python and NumPy, which compare equal if nothing has drawn from them."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return [random.getstate(), kind, np.asarray(keys).tobytes(), *rest]
