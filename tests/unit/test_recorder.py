@@ -273,3 +273,10 @@ def test_states_that_the_draw_before_leaves_are_not_sent() -> None:
     recording = record(fn, torch.randn(4, requires_grad=True))[0].recording
     assert [bool(state) for state in recording.states_to_send] == [True, False, True, True, False, True]
     assert all(recording.generator_states)
+
+
+def test_a_path_that_another_thread_has_stored_is_taken() -> None:
+    """Torch itself raises an error if its cache of dispatch has got the path that it looks up after a miss."""
+    record(torch.erfinv, torch.zeros(2, requires_grad=True))
+    op, key = torch.ops.aten.erfinv.default, torch._C.DispatchKey.PreDispatch
+    assert op._get_dispatch(key) is op._dispatch_cache[key]

@@ -12,7 +12,9 @@ NOTE [PreDispatch]
    shorter path in the op's dispatch cache, where torch looks first.
 5. An op inside a vmap is not passed to `around`. It goes on below the PreDispatch key with the mode still on the stack.
    Then vmap translates it to ops on plain tensors, and runs these outside of its level, where they reach the mode.
-6. A custom autograd function is no op. All calls of its `apply` reach `_FunctionBase.apply`, also if code has bound
+6. While one thread looks a path up that the cache lacks, another may store one. Torch raises an error then, so its
+   method is replaced by one that takes what is there.
+7. A custom autograd function is no op. All calls of its `apply` reach `_FunctionBase.apply`, also if code has bound
    `apply` before, so a method of the same name in a class between them sees every call.
 """
 
@@ -84,7 +86,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def around_function(self, function: type, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
-        """Calls `run`, which applies a custom autograd function, and returns what it returned (Rule 6)."""
+        """Calls `run`, which applies a custom autograd function, and returns what it returned (Rule 7)."""
         return run()
 
     @contextmanager
@@ -199,11 +201,27 @@ def unobserved() -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_on)
 
 
+_look_up: Any = OpOverload._get_dispatch
+
+
+def _looked_up(op: Any, key: Any) -> Any:
+    """Returns the path from an op at a dispatch key, also if another thread has just stored one (Rule 6)."""
+    try:
+        return _look_up(op, key)
+    except AssertionError:
+        if key not in op._dispatch_cache:
+            raise
+        return op._dispatch_cache[key]
+
+
+OpOverload._get_dispatch = _looked_up  # type: ignore[assignment, method-assign]
+
+
 _apply_function: Any = torch._C._FunctionBase.__dict__["apply"]
 
 
 def _applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Passes the call of a custom autograd function to the mode of the thread, if it is in one (Rule 6)."""
+    """Passes the call of a custom autograd function to the mode of the thread, if it is in one (Rule 7)."""
     run = _apply_function.__get__(None, cls)
     mode = _stack.get(_OURS)
     if not isinstance(mode, PreDispatchMode) or is_in_vmap():
