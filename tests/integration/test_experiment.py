@@ -82,6 +82,7 @@ def records(folder: Path) -> dict[str, dict[str, object]]:
     return {path.name: json.loads(path.read_text()) for path in (folder / "results" / "tiny").glob("cell-*.json")}
 
 
+@pytest.mark.distributed
 def test_a_run_is_recorded_continued_and_reported(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text(TINY + '[matrix]\nbandwidth = ["unlimited", "50Mbit"]\nlatency = "1ms"\n')
