@@ -127,7 +127,7 @@ class KnownCosts:
 
     Attributes:
         steps: With the batch of a step, beside a worker on the same machine, which shares memory with the trainer.
-        links: The same over TCP, through a proxy.
+        links: With the batch of a step, beside a worker that is reached over TCP and through a proxy.
         blocks: With a micro-batch of an accumulation block, beside a worker on the same machine.
     """
 
