@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backhaul
-from conftest import wait_until
+from conftest import QUIET_S, wait_until
 from integration.test_dashboard import train
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
@@ -74,7 +74,7 @@ def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: Worker
 def test_the_loss_of_a_worker_is_told_in_plain_words() -> None:
     with WorkerProcess() as one, WorkerProcess() as other, Dashboard(one.address, other.address) as dashboard:
         workers = f"{one.address},{other.address}"
-        with backhaul.connect(workers, run="lossy", silence_s=10.0) as session:
+        with backhaul.connect(workers, run="lossy", silence_s=QUIET_S) as session:
             train(session, 2)
             wait_until(lambda: summary(dashboard, session.run).get("steps") == 2, "the steps are told")
             x = torch.randn(32, 64, requires_grad=True)

@@ -9,8 +9,8 @@ NOTE [Graft]
    (see `backhaul_runtime.torch_internals.graph_uses`).
 3. With at most one parameter and without autocast there is no order to preserve, and one stand-in passes on everything.
    Under autocast the call may have made a cast that other code uses later.
-4. Only autograd holds the frame, as the packed form of a saved tensor. So the frame dies when autograd frees its saved
-   tensors, a second backward raises torch's own error, and retain_graph works.
+4. Only autograd holds the frame, as the packed form of a saved tensor, and backward gets it by unpacking that. So the
+   frame dies when autograd frees its saved tensors, a second backward raises torch's own error, and retain_graph works.
 5. A call whose outputs follow from each other has a graft for each stage, see `find_stages`. The graft of the later
    stage leads to the outputs of the earlier one, so hooks of those outputs see the gradients.
 6. If a stage has several outputs, each has a node of its own before the graft, with the sequence number of the node
@@ -19,6 +19,7 @@ NOTE [Graft]
    differentiated itself reaches the source.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,13 +63,31 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, [0] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
 
 
+class _Unpacked(threading.local):
+    """The frame that this thread has unpacked last."""
+
+    frame: Frame | None = None
+
+
+_unpacked = _Unpacked()
+
+
+def _unpack(frame: Frame) -> Tensor:
+    _unpacked.frame = frame
+    return _PLACEHOLDER
+
+
+def _consumed() -> None:
+    """Stands where a graft refers to its frame, once an accumulation block has run the backward."""
+
+
 class _Graft(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, frame: Frame, stage: BackwardStage, places: list[int], outputs: tuple[Tensor, ...], *handed_on: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.frame = weakref.ref(frame)  # Rule 4
+        ctx.frame = weakref.ref(frame)
         ctx.positions = stage.outputs
         ctx.ways = dict(zip(places, handed_on, strict=True))  # Rule 7
         ctx.is_hooked = False
@@ -77,10 +96,11 @@ class _Graft(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.saved_tensors  # noqa: B018  raises torch's error where the graph was freed
-        frame: Frame | None = ctx.frame()
-        if frame is None:
+        if ctx.frame is _consumed:
             raise RuntimeError("Trying to backward through a segment a second time, after an accumulation block did it")
+        ctx.saved_tensors  # noqa: B018  unpacks the frame (Rule 4), or raises torch's error where the graph was freed
+        frame, _unpacked.frame = _unpacked.frame, None
+        assert frame is not None
         given = {
             position: with_memory(gradient)
             for position, gradient in zip(ctx.positions, gradients, strict=True)
@@ -134,7 +154,7 @@ class GraftEdges:
     def consume(self) -> None:
         """Makes a later backward through the graft an error, as one through a graph that was freed is."""
         graft: Any = self.target[0]
-        graft.frame = lambda: None
+        graft.frame = _consumed
 
 
 def is_own_node(node: Node) -> bool:
@@ -202,7 +222,7 @@ def graft(
             leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
             handed_on = _stand_ins(mine, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
             own = tuple([outputs[position] for position in stage.outputs])
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, lambda _: _PLACEHOLDER):
+            with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, _unpack):
                 made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
             made[0].grad_fn.output = weakref.ref(made[0])
             set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))
