@@ -13,6 +13,9 @@ from backhaul import Decision, ReplayError
 from backhaul._backward.value_check import CheckpointError
 from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
+from backhaul_runtime.program.program import Composite, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.torch_internals import ambient_state
 from support import function_settings, function_state
 from support.bits import plainly, same_bits
 from support.function_calls import WIDTH, checkpointing, trained
@@ -283,3 +286,17 @@ def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pyt
     monkeypatch.setattr(function_state.Sloped, "slope", 5.0)
     with pytest.raises(CheckpointError, match="TakingSloped"):
         y.sum().backward()
+
+
+def test_a_context_may_hold_only_so_many_values(remote: Loopback) -> None:
+    """The trainer runs such a call, and a worker that is sent one answers with an error of its own."""
+    listed = function_state.Listed([0.5] * 20_001)
+    body = lambda h, w: function_state.TakingListed.apply(h.sin() * w, listed).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["more than 20000 values" in reason for reason in segment.kept] == [True]
+    arguments = (SourceRef(0), Composite("support.function_state:Listed", ((0.5,) * 20_001,)))
+    node = Node("support.function_state:TakingListed", arguments, (), 0, (16,), draws=False)
+    program = Program((Source(True, False, False),), (node,), (ambient_state.capture(),), (ResultRef(0, 0),), 1, 0)
+    with pytest.raises(ReplayError, match="more than 20000 values"):
+        Replay(program, [torch.ones(4)], [])

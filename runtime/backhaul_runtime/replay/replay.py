@@ -363,7 +363,7 @@ class Replay:
 
     def _begin_check(self, node: Node, results: list[list[Tensor] | None]) -> OpaqueCheck:
         check, parts = OpaqueCheck(self._packing.take), parts_in((node.args, tuple(value for _, value in node.kwargs)))
-        with DisableTorchDispatch(), DisableTorchFunction():
+        with _checking(node.op):
             check.add([self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))])
         return check
 
@@ -373,7 +373,7 @@ class Replay:
         nodes = {id(node): node for result in results if (node := result.grad_fn) is not None and is_custom(node)}
         self._recorded |= set(map(type, nodes.values()))
         self._custom += [(name, node) for node in nodes.values()]
-        with DisableTorchDispatch(), DisableTorchFunction():
+        with _checking(name):
             check.add(results)
             check.add_contexts(results)
         self._packing.of_functions |= check.storages
@@ -546,6 +546,16 @@ class Replay:
             for source, of_source in enumerate(uses)
             for number in range(len(of_source))
         ]
+
+
+@contextmanager
+def _checking(name: str) -> Iterator[None]:
+    """Turns whatever prevents the check of a node into a ReplayError: a client may have made the function keep it."""
+    try:
+        with DisableTorchDispatch(), DisableTorchFunction():
+            yield
+    except Exception as error:
+        raise ReplayError(f"what {name} reads, returns and keeps can't be compared: {error}", op=name) from error
 
 
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:
