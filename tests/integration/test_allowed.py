@@ -17,9 +17,9 @@ from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.program.names import names
 from backhaul_server.worker.allowed import import_allowed
 from conftest import QUIET_S
-from support.bits import plainly, same_bits
+from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
-from support.functions import Hidden, Scale
+from support.functions import CountingBackward, Hidden, Scale
 from support.hostile import Hostile
 from support.processes import WorkerProcess
 
@@ -64,6 +64,20 @@ def test_a_backward_that_draws_is_noticed_by_the_worker(allowed: Session) -> Non
     (segment,) = allowed.report().segments
     assert segment.decisions == {Decision.TRAINER: 2, Decision.KEPT: 1}
     assert [reason in said for said in segment.reasons] == [True]
+
+
+def test_a_backward_that_changes_what_it_reads_is_noticed_by_the_worker(allowed: Session) -> None:
+    """Each replay would count once more, those of other trainers included."""
+
+    def counted(checkpoint: Checkpoint) -> list[Tensor | None]:
+        CountingBackward.calls = 0
+        return trained(lambda h, w: CountingBackward.apply(h.sin() * w).cos(), checkpoint)
+
+    same_bits(counted(checkpointing(allowed, returns="gradients")), counted(plainly))
+    (segment,) = allowed.report().segments
+    assert segment.decisions == {Decision.TRAINER: 2, Decision.KEPT: 1}
+    assert ["has changed on the worker" in said for said in segment.reasons] == [True]
+    CountingBackward.calls = 0
 
 
 def test_micro_batches_with_functions(allowed: Session) -> None:

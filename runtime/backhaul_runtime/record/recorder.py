@@ -243,8 +243,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Runs a custom autograd function, and records it as one node (Rule 5)."""
         began = perf_counter()
         with DisableTorchDispatch(), DisableTorchFunction():
-            reason = self._reason_against(function)
-            node = None if reason else self._guarded(self._function_node, function, args)
+            reason = self._guarded(self._reason_against, function)
+            node = self._guarded(self._function_node, function, args) if reason == "" else None
         self.own_s += perf_counter() - began
         if node is None:
             self._op, self._check = "", None
@@ -478,6 +478,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(f"the custom autograd function {plain_name(function)} returns a view or another's result")
         if not all(is_plain(type(result)) for result in results):
             raise Refusal(f"the custom autograd function {plain_name(function)} returns a tensor subclass")
+        if identity_of_class(function).digest() != self.recording.identities[node.op]:
+            what = f"the custom autograd function {plain_name(function)}"
+            raise Refusal(f"{what}, or a value that it reads, was changed by the call")
         drawn_to, is_cpu = self._generator_state(args, {}), _draws_from_cpu(args, {})
         if not is_cpu and self._generator_state((), {}) != self._cpu_drawn_from:
             raise Refusal(f"the custom autograd function {plain_name(function)} draws from two generators")

@@ -184,6 +184,7 @@ class Replay:
             results = self._run(meter, keeps_modes=context is not None)
         if program.functions or program.types:  # Rule 6
             contents.forget()
+        self._check_identities()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
             self._outputs[position] = made
@@ -379,6 +380,15 @@ class Replay:
         self._packing.of_functions |= check.storages
         self._packing.note(check.digest())
 
+    def _check_identities(self) -> None:
+        """Raises ReplayError on a worker if a function has changed what it reads beside its arguments.
+
+        Another session may have run it, so each forward and each backward is checked when it has ended.
+        """
+        if not self._is_own:
+            for name in self._program.functions:
+                names.check_identity(name)
+
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
         op_rules = rules(op)
@@ -525,6 +535,7 @@ class Replay:
                 )
             if watch is not None:
                 watch.end()
+            self._check_identities()
             if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
                 raise ReplayError(
                     "the backward of a custom function has added to .grad of a tensor, which is not the trainer's "

@@ -64,9 +64,10 @@ def import_allowed(allowed: Sequence[str]) -> OfferedNames:
     for entry in allowed:
         if ":" in entry:
             _add_class(entry)
+    names.identities |= {name: identity_of_class(function).digest() for name, function in names.functions.items()}
     return OfferedNames(
         packages={entry: package_version(entry) for entry in allowed},
-        functions={name: identity_of_class(function).digest() for name, function in names.functions.items()},
+        functions=dict(names.identities),
         ops=frozenset(names.ops),
         types=frozenset(names.types),
     )
