@@ -47,6 +47,7 @@ def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) 
     [
         ("NoisyInFork", "draws random numbers"),
         ("Noting", "not its own"),
+        ("ByCache", "not compared with the trainer's"),
     ],
 )
 def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: str, remote: Loopback) -> None:
@@ -63,8 +64,10 @@ def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: 
     assert any(reason in said for said in segment.reasons)
 
 
-def test_a_backward_may_write_to_what_its_forward_made(remote: Loopback) -> None:
-    body = lambda h, w: function_state.WritingOwn.apply(h.sin() * w).cos()  # noqa: E731
+@pytest.mark.parametrize("name", ["WritingOwn", "ByTensor", "ByTuple", "ByTensorOfClass", "ByConstants"])
+def test_a_backward_may_use_what_its_forward_made_and_what_is_compared(name: str, remote: Loopback) -> None:
+    function = getattr(function_state, name)
+    body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert segment.decisions == {Decision.GRADIENTS: 2}

@@ -523,7 +523,7 @@ class Replay:
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
         own = self._packing.of_functions - self._lent
-        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own) if is_guarded else None
+        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
             if inputs and positions:
                 torch.autograd.grad(
