@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import backhaul
-from backhaul import Decision, Session, SettingError
+from backhaul import AccumulationError, Decision, Session, SettingError
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.program.names import names
 from backhaul_server.worker.allowed import import_allowed
@@ -103,6 +103,17 @@ def test_micro_batches_with_functions(allowed: Session) -> None:
 
     same_bits(step(allowed), step(None))
     assert allowed.report().fallbacks == 0
+
+
+def test_a_function_must_not_change_inside_a_block(allowed: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deferred backward may run after the change, and the one that it stands for would have run before."""
+    w = torch.randn(WIDTH, requires_grad=True)
+    with pytest.raises(AccumulationError, match="Scale, or a value that it reads"), allowed.accumulate() as step:
+        h = allowed.checkpoint(lambda h: Scale.apply(h, w, 2.0).sin(), torch.randn(4, WIDTH), returns="gradients")
+        loss = h.square().sum()
+        monkeypatch.setattr(Scale, "damping", 5.0)
+        step.backward(loss)
+    assert w.grad is None
 
 
 def test_without_the_option_the_trainer_runs_them(session: Session) -> None:
