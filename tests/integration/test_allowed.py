@@ -144,6 +144,10 @@ def test_a_single_function_can_be_allowed() -> None:
         ("os", "not the name of a package or module that can be allowed"),
         ("torch", "not the name of a package or module that can be allowed"),
         ("../evil", "not the name of a package or module that can be allowed"),
+        ("", "not the name of a package or module that can be allowed"),
+        ("support functions", "not the name of a package or module that can be allowed"),
+        ("support.functions:", "not the name of a package or module that can be allowed"),
+        ("support.leaving", "importing support.leaving failed: SystemExit: 3"),
         ("kernels", "downloads code"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backhaul import Decision, ReplayError
+from backhaul import Decision, ReplayError, SettingError
 from backhaul._backward.value_check import CheckpointError
 from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
@@ -30,6 +30,21 @@ def remote() -> Iterator[Loopback]:
     yield loopback
     names.denied.clear()
     assert loopback.changed() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("Scales", tuple, tuple), "the name 'Scales': write the class as"),
+        (("two words:Scales", tuple, tuple), "write the class as"),
+        ((function_state.Slotted, tuple, tuple), "write the class as"),
+        (("some:Class", None, tuple), "needs functions, not None"),
+        (("some:Class", tuple, "build"), "needs functions"),
+    ],
+)
+def test_wrong_arguments_of_register_adapter_are_named(given: Any, why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        adapters.register_adapter(*given)
 
 
 @pytest.mark.parametrize("kind", function_state.MAKERS)
