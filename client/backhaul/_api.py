@@ -223,6 +223,7 @@ def wrap(
 
     Raises:
         ValueError: The model has no module of these classes.
+        SettingError: An argument has an invalid value.
     """
     opened = [session] if session is not None else [one for one in _opened if not one.closed]
     config = opened[-1].config if opened else Config()

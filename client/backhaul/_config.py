@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from backhaul._plan_file import read_plan
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.process.settings import boolean, in_environment, items, variable_of
+from backhaul_runtime.process.settings import boolean, in_environment, items, names_code, variable_of
 from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
 from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 
@@ -213,6 +213,9 @@ def _check(config: Config) -> None:
     for name in counts:
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
+    for name in config.allow:
+        if not names_code(name):
+            raise SettingError(f'allow has {name!r}: write the name of a package, module or class as "module:name"')
     _check_connections(config.connections)
     _check_description(config)
     if config.traces and not _has_opentelemetry():

@@ -12,6 +12,8 @@ VERSION = 1
 """Version of the file's form. A session refuses files of later versions."""
 SETTINGS = ("worker", "segment_layers", "kept_layers", "returns", "boundaries", "local")
 """The settings that a plan may hold. Secrets and paths of this machine are not among them."""
+_LAST = "prediction"
+"""The table that ends a plan."""
 _HEAD = """\
 # Written by `backhaul plan`. A session uses [settings]: backhaul.connect(plan="{name}"). What connect() is given, and
 # variables of the environment, take precedence. The other tables say what the plan was made for and what it predicts.
@@ -25,7 +27,7 @@ def write_plan(path: Path, settings: Mapping[str, Any], tables: Mapping[str, Map
     Args:
         path: The file to write, which is replaced.
         settings: Values of some of `SETTINGS`.
-        tables: What the plan was made for and what it predicts, by the name of the table.
+        tables: What the plan was made for and what it predicts, by the name of the table. The last one is `prediction`.
 
     Raises:
         OSError: The file cannot be written.
@@ -52,10 +54,15 @@ def read_plan(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise SettingError(f"plan={path!r} is not a plan: {error}. Write one with `backhaul plan`") from None
     version, settings = content.get("version"), content.get("settings")
-    if version != VERSION or not isinstance(settings, dict):
+    if version != VERSION:
         raise SettingError(
             f"plan={path!r} has version {version!r}, and this version of Backhaul reads plans of version {VERSION}. "
             "Write it again with `backhaul plan`"
+        )
+    if not isinstance(settings, dict) or _LAST not in content:  # without the last table the others may be incomplete
+        raise SettingError(
+            f"plan={path!r} is cut off: it has no [settings], or no [{_LAST}] after them. Write it again with "
+            "`backhaul plan`"
         )
     unknown = settings.keys() - {*SETTINGS}
     if unknown:

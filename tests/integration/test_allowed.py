@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import backhaul
-from backhaul import Decision, Session, SettingError
+from backhaul import AccumulationError, Decision, Session, SettingError
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.program.names import names
 from backhaul_server.worker.allowed import import_allowed
 from conftest import QUIET_S
-from support.bits import plainly, same_bits
+from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
-from support.functions import Hidden, Scale
+from support.functions import CountingBackward, Hidden, Scale
 from support.hostile import Hostile
 from support.processes import WorkerProcess
 
@@ -66,6 +66,20 @@ def test_a_backward_that_draws_is_noticed_by_the_worker(allowed: Session) -> Non
     assert [reason in said for said in segment.reasons] == [True]
 
 
+def test_a_backward_that_changes_what_it_reads_is_noticed_by_the_worker(allowed: Session) -> None:
+    """Each replay would count once more, those of other trainers included."""
+
+    def counted(checkpoint: Checkpoint) -> list[Tensor | None]:
+        CountingBackward.calls = 0
+        return trained(lambda h, w: CountingBackward.apply(h.sin() * w).cos(), checkpoint)
+
+    same_bits(counted(checkpointing(allowed, returns="gradients")), counted(plainly))
+    (segment,) = allowed.report().segments
+    assert segment.decisions == {Decision.TRAINER: 2, Decision.KEPT: 1}
+    assert ["has changed on the worker" in said for said in segment.reasons] == [True]
+    CountingBackward.calls = 0
+
+
 def test_micro_batches_with_functions(allowed: Session) -> None:
     def step(session: Session | None) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -89,6 +103,17 @@ def test_micro_batches_with_functions(allowed: Session) -> None:
 
     same_bits(step(allowed), step(None))
     assert allowed.report().fallbacks == 0
+
+
+def test_a_function_must_not_change_inside_a_block(allowed: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deferred backward may run after the change, and the one that it stands for would have run before."""
+    w = torch.randn(WIDTH, requires_grad=True)
+    with pytest.raises(AccumulationError, match="Scale, or a value that it reads"), allowed.accumulate() as step:
+        h = allowed.checkpoint(lambda h: Scale.apply(h, w, 2.0).sin(), torch.randn(4, WIDTH), returns="gradients")
+        loss = h.square().sum()
+        monkeypatch.setattr(Scale, "damping", 5.0)
+        step.backward(loss)
+    assert w.grad is None
 
 
 def test_without_the_option_the_trainer_runs_them(session: Session) -> None:
@@ -119,6 +144,10 @@ def test_a_single_function_can_be_allowed() -> None:
         ("os", "not the name of a package or module that can be allowed"),
         ("torch", "not the name of a package or module that can be allowed"),
         ("../evil", "not the name of a package or module that can be allowed"),
+        ("", "not the name of a package or module that can be allowed"),
+        ("support functions", "not the name of a package or module that can be allowed"),
+        ("support.functions:", "not the name of a package or module that can be allowed"),
+        ("support.leaving", "importing support.leaving failed: SystemExit: 3"),
         ("kernels", "downloads code"),
     ],
 )

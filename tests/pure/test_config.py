@@ -18,6 +18,14 @@ def test_argument_over_environment_over_default(monkeypatch: pytest.MonkeyPatch)
         ({"returns": "gradient"}, "returns='gradient' is not one of 'auto'"),
         ({"silence_s": 0}, "silence_s=0 must be finite and greater than 0"),
         ({"memory_bytes": -1}, "memory_bytes=-1 must not be negative"),
+        ({"memory_bytes": "2GiB"}, "memory_bytes='2GiB' must be of type int"),
+        ({"plan": 3}, "plan=3 must be of type str"),
+        ({"allow": 3}, "allow=3 must be of type tuple"),
+        ({"allow": [3]}, "allow has 3: write the name"),
+        ({"allow": b"math"}, "allow has 109: write the name"),
+        ({"allow": ["--device"]}, "allow has '--device': write the name"),
+        ({"allow": ["two words"]}, "allow has 'two words': write the name"),
+        ({"allow": ["module:"]}, "allow has 'module:': write the name"),
     ],
 )
 def test_values_that_can_not_be(given: dict[str, object], message: str) -> None:

@@ -14,7 +14,7 @@ SETTINGS = {"worker": "gpu-box:50051", "segment_layers": 4, "kept_layers": 2, "b
 @pytest.fixture
 def plan(tmp_path: Path) -> str:
     path = tmp_path / "plan.toml"
-    write_plan(path, SETTINGS, {"training": {"model": 'a "quoted" name', "accumulates": True}})
+    write_plan(path, SETTINGS, {"training": {"model": 'a "quoted" name', "accumulates": True}, "prediction": {}})
     return str(path)
 
 
@@ -45,12 +45,14 @@ def test_a_missing_plan_is_named(tmp_path: Path) -> None:
         ("\x00", "is not a plan"),
         ("[settings]\nlocal = 'keep'\n", "has version None"),
         ("version = 2\n[settings]\n", "has version 2"),
-        ("version = 1\nsettings = 3\n", "has version 1"),
-        ("version = 1\n[settings]\ntoken_file = '/etc/shadow'\n", "has the setting 'token_file'"),
-        ("version = 1\n[settings]\nsegment_layers = 'two'\n", "segment_layers='two' must be of type int"),
-        ("version = 1\n[settings]\nsegment_layers = 0\n", "segment_layers=0 must be"),
-        ("version = 1\n[settings]\nkept_layers = -1\n", "kept_layers=-1 must not be negative"),
-        ("version = 1\n[settings]\nboundaries = 'guess'\n", "boundaries='guess' is not one of"),
+        ("version = 1\nsettings = 3\n[prediction]\n", "is cut off"),
+        ("version = 1\n[settings]\nsegment_layers = 1", "is cut off: .*no \\[prediction\\] after"),
+        ("version = 1\n", "is cut off"),
+        ("version = 1\n[settings]\ntoken_file = '/etc/shadow'\n[prediction]\n", "has the setting 'token_file'"),
+        ("version = 1\n[settings]\nsegment_layers = 'two'\n[prediction]\n", "segment_layers='two' must be of type int"),
+        ("version = 1\n[settings]\nsegment_layers = 0\n[prediction]\n", "segment_layers=0 must be"),
+        ("version = 1\n[settings]\nkept_layers = -1\n[prediction]\n", "kept_layers=-1 must not be negative"),
+        ("version = 1\n[settings]\nboundaries = 'guess'\n[prediction]\n", "boundaries='guess' is not one of"),
     ],
 )
 def test_a_file_that_is_no_plan_is_refused(tmp_path: Path, content: str, why: str) -> None:

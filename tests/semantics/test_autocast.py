@@ -131,7 +131,52 @@ def in_a_region_of_another_dtype(checkpoint: Checkpoint, linear: nn.Linear, x: T
         return first.float().sum() + second + third.float().sin().sum()
 
 
+def an_op_that_fails_between_regions(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
+    """The second region casts the weight again, although an op failed after the first one."""
+    odd = torch.ones(3)
+
+    def fn(h: Tensor) -> Tensor:
+        with autocast():
+            first = linear(h)
+        with pytest.raises(RuntimeError, match="size"):
+            h.add(odd)
+        with autocast():
+            return first.float().sin() + linear(first)
+
+    return checkpoint(fn, checkpoint(fn, x * 1))
+
+
+def an_op_that_fails_first_in_a_region(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
+    short = x.detach()[:, 1:]
+
+    def fn(h: Tensor) -> Tensor:
+        with autocast():
+            first = linear(h)
+        with autocast():
+            with pytest.raises(RuntimeError, match="shapes"):
+                linear(short)
+            return first.float().sin() + linear(first)
+
+    return checkpoint(fn, checkpoint(fn, x * 1))
+
+
+def an_op_that_fails_without_gradients(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
+    """It leaves a cast without a history, which later ops share."""
+    short = x.detach()[:, 1:]
+
+    def fn(h: Tensor) -> Tensor:
+        with autocast():
+            with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+                linear(short)
+            return linear(h).sin()
+
+    return checkpoint(fn, checkpoint(fn, x * 1))
+
+
 CASES = [
+    an_op_that_fails_between_regions,
+    an_op_that_fails_first_in_a_region,
+    an_op_that_fails_without_gradients,
     a_cast_made_inside_for_others,
     in_a_region_of_another_dtype,
     a_loop_of_tied_layers,

@@ -1,7 +1,7 @@
 """Custom autograd functions whose backward depends on objects, settings and memory of others, without a wire."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from backhaul import Decision, ReplayError
+from backhaul import Decision, ReplayError, SettingError
 from backhaul._backward.value_check import CheckpointError
 from backhaul_runtime.program import adapters
 from backhaul_runtime.program.names import names
+from backhaul_runtime.program.program import Composite, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.replay.replay import Replay
+from backhaul_runtime.torch_internals import ambient_state
 from support import function_settings, function_state
 from support.bits import plainly, same_bits
 from support.function_calls import WIDTH, checkpointing, trained
@@ -29,6 +32,21 @@ def remote() -> Iterator[Loopback]:
     assert loopback.changed() == []
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("Scales", tuple, tuple), "the name 'Scales': write the class as"),
+        (("two words:Scales", tuple, tuple), "write the class as"),
+        ((function_state.Slotted, tuple, tuple), "write the class as"),
+        (("some:Class", None, tuple), "needs functions, not None"),
+        (("some:Class", tuple, "build"), "needs functions"),
+    ],
+)
+def test_wrong_arguments_of_register_adapter_are_named(given: Any, why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        adapters.register_adapter(*given)
+
+
 @pytest.mark.parametrize("kind", function_state.MAKERS)
 def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) -> None:
     """Each run gets another number, which only backward uses."""
@@ -39,7 +57,14 @@ def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) 
     assert x.grad is None
 
 
-@pytest.mark.parametrize(("name", "reason"), [("NoisyInFork", "draws random numbers"), ("Noting", "not its own")])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("NoisyInFork", "draws random numbers"),
+        ("Noting", "not its own"),
+        ("ByCache", "not compared with the trainer's"),
+    ],
+)
 def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: str, remote: Loopback) -> None:
     function = getattr(function_state, name)
 
@@ -54,8 +79,10 @@ def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: 
     assert any(reason in said for said in segment.reasons)
 
 
-def test_a_backward_may_write_to_what_its_forward_made(remote: Loopback) -> None:
-    body = lambda h, w: function_state.WritingOwn.apply(h.sin() * w).cos()  # noqa: E731
+@pytest.mark.parametrize("name", ["WritingOwn", "ByTensor", "ByTuple", "ByTensorOfClass", "ByConstants"])
+def test_a_backward_may_use_what_its_forward_made_and_what_is_compared(name: str, remote: Loopback) -> None:
+    function = getattr(function_state, name)
+    body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert segment.decisions == {Decision.GRADIENTS: 2}
@@ -283,3 +310,74 @@ def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pyt
     monkeypatch.setattr(function_state.Sloped, "slope", 5.0)
     with pytest.raises(CheckpointError, match="TakingSloped"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("ByTensor", lambda: function_state.SLOPES.data.mul_(5)),
+        ("ByTensorOfClass", lambda: function_state.ByTensorOfClass.slopes.data.mul_(5)),
+        ("ByTuple", lambda: function_state.PAIR[0].data.mul_(5)),
+        ("ByArray", lambda: function_state.ARRAY.__imul__(5)),
+        ("ByBase", lambda: setattr(function_state.Constants, "slope", 5 * function_state.Constants.slope)),
+    ],
+)
+def test_what_a_backward_reads_may_change_after_forward(
+    name: str, change: Callable[[], object], returns: str, remote: Loopback
+) -> None:
+    """No version counter shows it. Without checkpointing, backward uses what is there when it runs."""
+    function = getattr(function_state, name)
+
+    def changed(checkpoint: Any) -> list[Tensor | None]:
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function.apply(h.sin()).cos(), x)
+        change()
+        y.sum().backward()
+        return [y, x.grad]
+
+    ours = changed(checkpointing(remote, returns=returns))
+    if returns == "gradients":
+        (segment,) = remote.report().segments
+        assert ["was changed after forward" in reason for reason in segment.reasons] == [True]
+    plain = changed(plainly)
+    assert plain[1] is not None
+    same_bits(ours, [plain[0], plain[1] / 5])
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_function_that_counts_its_calls_stays_on_the_trainer(returns: str, remote: Loopback) -> None:
+    """A replay would count again."""
+
+    def counted(checkpoint: Any) -> list[Tensor | None]:
+        function_state.CountingForward.calls = 0
+        body = lambda h, w: function_state.CountingForward.apply(h.sin() * w).cos()  # noqa: E731
+        return [*trained(body, checkpoint), torch.tensor(function_state.CountingForward.calls)]
+
+    same_bits(counted(checkpointing(remote, returns=returns)), counted(plainly))
+    (segment,) = remote.report().segments
+    first, second = segment.kept
+    assert "was changed by the call" in first
+    assert "is another on the worker" in second
+    function_state.CountingForward.calls = 0
+
+
+def test_what_can_not_be_compared_keeps_a_function_on_the_trainer(remote: Loopback) -> None:
+    body = lambda h, w: function_state.BySparse.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["a tensor or array that can't be compared" in reason for reason in segment.kept] == [True]
+
+
+def test_a_context_may_hold_only_so_many_values(remote: Loopback) -> None:
+    """The trainer runs such a call, and a worker that is sent one answers with an error of its own."""
+    listed = function_state.Listed([0.5] * 20_001)
+    body = lambda h, w: function_state.TakingListed.apply(h.sin() * w, listed).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["more than 20000 values" in reason for reason in segment.kept] == [True]
+    arguments = (SourceRef(0), Composite("support.function_state:Listed", ((0.5,) * 20_001,)))
+    node = Node("support.function_state:TakingListed", arguments, (), 0, (16,), draws=False)
+    program = Program((Source(True, False, False),), (node,), (ambient_state.capture(),), (ResultRef(0, 0),), 1, 0)
+    with pytest.raises(ReplayError, match="more than 20000 values"):
+        Replay(program, [torch.ones(4)], [])

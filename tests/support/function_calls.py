@@ -8,6 +8,7 @@ from torch import Tensor
 
 from support.bits import Checkpoint
 from support.functions import (
+    Casting,
     Dequantized,
     Differentiating,
     Dropped,
@@ -89,6 +90,13 @@ def _autocast(h: Tensor, w: Tensor) -> Tensor:
         return (Hidden.apply(h.unsqueeze(0) @ square, square.bfloat16()) @ square).float()
 
 
+def _region_inside(h: Tensor, w: Tensor) -> Tensor:
+    first = Casting.apply(h.sin(), w)
+    with torch.autocast("cpu", torch.bfloat16):
+        second = h @ w  # with a cast of its own, as that of the function is gone
+    return (first * second.float()).unsqueeze(-1) * h
+
+
 REMOTE: dict[str, Body] = {
     "saves a tensor and a number": lambda h, w: Scale.apply(h.sin(), w, 2.5).tanh(),
     "is what the segment returns": lambda h, w: Scale.apply(h.sin(), w, 2.5),
@@ -112,6 +120,7 @@ REMOTE: dict[str, Body] = {
     "writes by a kernel outside torch": lambda h, w: Kernel.apply(h.sin() * w) * 2,
     "is an op of a library": lambda h, w: shifted(h * w, 0.5).sin(),
     "runs under autocast": _autocast,
+    "has an autocast region inside": _region_inside,
 }
 """Functions that a worker can run exactly, by what is special about them."""
 

@@ -187,6 +187,97 @@ class ByNested(Doubling):
         return gradients[0] * function_settings.SETTINGS.inner.slope
 
 
+SLOPES = torch.tensor([0.5, 2.0])
+PAIR = (torch.tensor([0.5]), "a name")
+SPARSE = torch.eye(2).to_sparse()
+
+
+class Constants:
+    """Has a constant that other classes inherit."""
+
+    slope = 0.5
+
+
+class Inheriting(Constants):
+    """Has no constants of its own."""
+
+
+class ByTensor(Doubling):
+    """Reads a tensor of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * SLOPES[0]
+
+
+class ByTensorOfClass(Doubling):
+    """Reads a tensor of its class."""
+
+    slopes = torch.tensor([[0.5, 1.0], [2.0, 4.0]]).t()  # not contiguous
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ByTensorOfClass.slopes[0, 0]
+
+
+class ByTuple(Doubling):
+    """Reads a tensor in a tuple of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * PAIR[0]
+
+
+CACHE = {"slopes": torch.tensor([0.5, 2.0])}
+
+
+class ByCache(Doubling):
+    """Reads a tensor in a dict of its module."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * CACHE["slopes"][0]
+
+
+class ByConstants(Doubling):
+    """Makes tensors of numbers in backward."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * torch.tensor([0.5]) + torch.arange(8.0)
+
+
+class ByBase(Doubling):
+    """Reads a constant that a class has inherited."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * Inheriting.slope
+
+
+class BySparse(Doubling):
+    """Reads a tensor that has no digest."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * SPARSE.to_dense()[0, 0]
+
+
+class CountingForward(torch.autograd.Function):
+    """Counts its calls, and multiplies by their number in backward."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        CountingForward.calls += 1
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * CountingForward.calls
+
+
 @dataclass(slots=True, frozen=True)
 class Slotted:
     """A dataclass without a dict."""

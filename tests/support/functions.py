@@ -323,6 +323,36 @@ class Failing(torch.autograd.Function):
         raise KeyError("in forward")
 
 
+class CountingBackward(torch.autograd.Function):
+    """Counts its backwards, and multiplies by their number."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        CountingBackward.calls += 1
+        return gradients[0] * CountingBackward.calls
+
+
+class Casting(torch.autograd.Function):
+    """Casts its arguments in an autocast region of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x @ weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradients[0].unsqueeze(-1) * weight, x.t() @ gradients[0]
+
+
 class FailingBackward(torch.autograd.Function):
     """Raises an exception in backward."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
-from backhaul import NotRemoteError, WorkerLostError, wrap
+from backhaul import NotRemoteError, SettingError, WorkerLostError, wrap
 from backhaul._config import Config
 from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.options import options_of
@@ -261,6 +261,25 @@ def test_a_module_in_two_places_is_wrapped_in_both(loopback: Loopback) -> None:
 def test_wrapping_nothing_is_an_error() -> None:
     with pytest.raises(ValueError, match="Model has no unwrapped module"):
         wrap(Model(), nn.Conv2d)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "why"),
+    [
+        (nn.Linear, {}, "wrap got a type as the model"),
+        (Model(), {"layers": [nn.Sequential]}, "must be a class of modules"),
+        (Model(), {"layers": "Sequential"}, "must be a class of modules"),
+        (Model(), {"layers": (nn.Sequential, 3)}, "must be a class of modules"),
+        (Model(), {"segment_layers": 0}, "segment_layers=0 must be a whole number of at least 1"),
+        (Model(), {"segment_layers": "2"}, "segment_layers='2' must be"),
+        (Model(), {"segment_layers": 1.5}, "segment_layers=1.5 must be"),
+        (Model(), {"kept_layers": -1}, "kept_layers=-1 must be a whole number of at least 0"),
+        (Model(), {"kept_layers": 3}, "kept_layers=3 is more than the 2 modules .* `backhaul plan`"),
+    ],
+)
+def test_wrong_arguments_of_wrap_are_named(model: Any, given: dict[str, Any], why: str) -> None:
+    with pytest.raises(SettingError, match=why):
+        wrap(model, **{"layers": nn.Sequential, **given})
 
 
 def test_wrapped_modules_are_known_to_others(loopback: Loopback) -> None:

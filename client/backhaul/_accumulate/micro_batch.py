@@ -15,6 +15,7 @@ from backhaul._accumulate.graph_parts import Parts, RunSegment, Target
 from backhaul._backward.frame import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
@@ -157,7 +158,15 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
         segment: The segment, which the trainer recomputes unless a worker that is up still stores it.
         gradient: The gradient of its output.
         state: The ambient settings under which backward runs.
+
+    Raises:
+        AccumulationError: A custom function is not what it was when the micro-batch called `backward`.
     """
+    if changed := segment.frame.call.recording.changed_function():
+        raise AccumulationError(
+            f"the custom autograd function {changed}, or a value that it reads, was changed inside an accumulation "
+            "block. Change it when no block is open"
+        )
     with under(state):
         return segment.frame.gradients({0: gradient}, {})
 

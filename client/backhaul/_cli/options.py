@@ -1,9 +1,11 @@
 """Options of commands that the environment can also set: argument over environment over default (NOTE [Names])."""
 
 import argparse
+import os
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from backhaul_runtime.errors import SettingError
@@ -99,3 +101,13 @@ def _item(action: argparse.Action, text: str) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ValueError(f'"{text}" is not one of {", ".join(map(str, action.choices))}')
     return value
+
+
+def obstacle_to(path: Path | None) -> str:
+    """Returns why a file that an option names can't be written; empty if it can, or if the option was not given."""
+    if path is None:
+        return ""
+    if path.is_dir():
+        return "it is a directory"
+    target = path if path.exists() else path.absolute().parent
+    return "" if os.access(target, os.W_OK) else "it is not writable, or its directory is missing or not writable"

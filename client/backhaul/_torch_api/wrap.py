@@ -9,6 +9,7 @@ from torch import nn
 
 from backhaul._torch_api.fsdp import is_sharded
 from backhaul._torch_api.layer_runs import LayerRun, run_layer
+from backhaul_runtime.errors import SettingError
 from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrapper, inside_of
 from backhaul_runtime.torch_internals.private import submodules_of
 
@@ -108,11 +109,18 @@ def wrap(
 
     Raises:
         ValueError: The model has no module of these classes.
+        SettingError: An argument has an invalid value.
     """
+    _check_arguments(model, layers, segment_layers, kept_layers)
     matching = list(_matching(model, layers))
     if not matching:
         raise ValueError(f"{type(model).__name__} has no unwrapped module of {layers} inside")
     modules = list(dict.fromkeys(child for _, _, child in matching))  # one that occurs several times gets one wrapper
+    if kept_layers > len(modules):
+        raise SettingError(
+            f"kept_layers={kept_layers} is more than the {len(modules)} modules of {layers} in {type(model).__name__}. "
+            "A plan fits only the model that it was made for: write one for this model with `backhaul plan`"
+        )
     wrappers = {module: SegmentModule(module, checkpoint) for module in modules[: len(modules) - kept_layers]}
     for parent, name, child in matching:
         if child in wrappers:
@@ -124,6 +132,19 @@ def wrap(
                 for position, module in enumerate(run.layers):
                     wrappers[module].join(run, position)
     return model
+
+
+def _check_arguments(model: object, layers: Any, segment_layers: object, kept_layers: object) -> None:
+    """Raises SettingError for arguments of `wrap` that are of a wrong type or too small."""
+    if not isinstance(model, nn.Module):
+        raise SettingError(f"wrap got a {type(model).__name__} as the model, which must be a module")
+    try:
+        isinstance(None, layers)  # looks at all classes of a tuple
+    except TypeError:
+        raise SettingError(f"layers={layers!r} must be a class of modules, or a tuple of classes") from None
+    for name, value, least in (("segment_layers", segment_layers, 1), ("kept_layers", kept_layers, 0)):
+        if not isinstance(value, int) or value < least:
+            raise SettingError(f"{name}={value!r} must be a whole number of at least {least}")
 
 
 def _matching(

@@ -9,8 +9,10 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
+from backhaul._cli.options import obstacle_to
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
 from backhaul_runtime.process.resources import usable_cores
+from backhaul_runtime.process.units import parse_count
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -26,15 +28,15 @@ _RETRY_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `backhaul demo` to its parser."""
     parser.add_argument(
-        "--steps", type=_positive, default=8, help="training steps of each variant (default: %(default)s)"
+        "--steps", type=parse_count, default=8, help="training steps of each variant (default: %(default)s)"
     )
-    parser.add_argument("--layers", type=_positive, default=6, help="blocks, one segment each (default: %(default)s)")
-    parser.add_argument("--width", type=_positive, default=256, help="a multiple of 32 (default: %(default)s)")
-    parser.add_argument("--context", type=_positive, default=256, help="bytes of text per row (default: %(default)s)")
-    parser.add_argument("--batch", type=_positive, default=8, help="rows per step (default: %(default)s)")
+    parser.add_argument("--layers", type=parse_count, default=6, help="blocks, one segment each (default: %(default)s)")
+    parser.add_argument("--width", type=parse_count, default=256, help="a multiple of 32 (default: %(default)s)")
+    parser.add_argument("--context", type=parse_count, default=256, help="bytes of text per row (default: %(default)s)")
+    parser.add_argument("--batch", type=parse_count, default=8, help="rows per step (default: %(default)s)")
     parser.add_argument(
         "--micro-batches",
-        type=_positive,
+        type=parse_count,
         default=4,
         metavar="COUNT",
         help="parts into which the rows of a step are divided (default: %(default)s)",
@@ -62,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.width % 32:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
         return 2
-    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
-        print(f"backhaul demo: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
+    if obstacle := obstacle_to(arguments.json):
+        print(f"backhaul demo: --json {arguments.json}: {obstacle}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:
@@ -164,9 +166,3 @@ def _verdict(results: dict[str, object]) -> str:
     if results["all_equal"]:
         return "every loss and every gradient of every step is bitwise equal in all five"
     return "NOT EQUAL: losses or gradients differ, see the table"
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number of at least 1')
-    return int(text)

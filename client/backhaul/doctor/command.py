@@ -2,16 +2,17 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backhaul._cli.options import obstacle_to
 from backhaul.doctor.check import Check, as_json, failed
 from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
 from backhaul_runtime.errors import AddressError, BackhaulError, SettingError
+from backhaul_runtime.process.units import parse_count
 
 if TYPE_CHECKING:
     from backhaul._config import Config
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `backhaul doctor` to its parser."""
     add_model_options(parser, is_required=False)
     parser.add_argument(
-        "--rounds", type=_positive, default=5, help="measured steps of each kind (default: %(default)s)"
+        "--rounds", type=parse_count, default=5, help="measured steps of each kind (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the checks to a file, with all numbers")
 
@@ -42,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0 if no check failed, 1 if one did, 2 if an option cannot be used, 130 after Ctrl-C.
     """
-    if arguments.json is not None and not os.access(arguments.json.absolute().parent, os.W_OK):
-        print(f"backhaul doctor: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
+    if obstacle := obstacle_to(arguments.json):
+        print(f"backhaul doctor: --json {arguments.json}: {obstacle}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     checks = []
@@ -89,13 +90,6 @@ def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | N
         else:
             fixed_bytes = measured.plain.model_bytes + _OPTIMIZER_BYTES * measured.plain.trained_parameters
             yield from model_checks(measured.plain, worker, look(fixed_bytes, target.device))
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not greater than 0")
-    return value
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -2,15 +2,15 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backhaul._cli.options import obstacle_to
 from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
 from backhaul_runtime.errors import BackhaulError, SettingError
-from backhaul_runtime.process.units import parse_size, size_text
+from backhaul_runtime.process.units import parse_amount, parse_count, parse_size, size_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,20 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, is_required=True)
     parser.add_argument(
         "--micro-batches",
-        type=_positive,
+        type=parse_count,
         default=1,
         metavar="COUNT",
         help="micro-batches of an optimizer step, each as large as the example batch (default: %(default)s)",
     )
     parser.add_argument(
         "--optimizer-bytes",
-        type=float,
+        type=parse_amount,
         default=OPTIMIZER_BYTES,
         metavar="BYTES",
         help="what the optimizer keeps for each trained parameter (default: %(default)s, for AdamW)",
     )
     parser.add_argument(
-        "--rounds", type=_positive, default=5, help="measured steps of each kind (default: %(default)s)"
+        "--rounds", type=parse_count, default=5, help="measured steps of each kind (default: %(default)s)"
     )
     parser.add_argument(
         "--output",
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     for option in ("output", "json"):
         path = getattr(arguments, option)
-        if path is not None and not os.access(path.absolute().parent, os.W_OK):
-            print(f"backhaul plan: --{option} {path}: its directory is missing or not writable", file=sys.stderr)
+        if obstacle := obstacle_to(path):
+            print(f"backhaul plan: --{option} {path}: {obstacle}", file=sys.stderr)
             return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:
@@ -166,13 +166,6 @@ def _write(
     text.write(arguments.output, best, made_for, fixed_bytes)
     print(f"Wrote {arguments.output}: {best.candidate}. {text.advice(best, arguments.output)}")
     return 0
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not greater than 0")
-    return value
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process.settings import names_code
 
 _CHAIN = ("layers", "begin", "loss", "parameters")
 """What the model of an experiment has, see docs/experiments.md."""
@@ -114,7 +115,7 @@ def parse_argument(text: str) -> tuple[str, Any]:
 
 def _imported(name: str) -> Callable[..., Any]:
     module, separator, function = name.partition(":")
-    if not separator or not module or not function:
+    if not separator or not names_code(name):
         raise SettingError(f'--model {name}: it must be "module:function", such as mytraining.models:example')
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109  sys.path has texts
         sys.path.insert(0, here)
@@ -125,7 +126,7 @@ def _imported(name: str) -> Callable[..., Any]:
             f"--model {name}: no module named {error.name!r}. Run the command in the directory that has it, or install "
             "it in this environment"
         ) from None
-    except Exception as error:  # the user's module may raise anything
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
         raise SettingError(f"--model {name}: importing {module} failed: {_text(error)}") from error
     if not callable(getattr(loaded, function, None)):
         raise SettingError(f"--model {name}: {module} has no function {function!r}")
@@ -144,7 +145,7 @@ def _called(name: str, function: Callable[..., Any], arguments: dict[str, Any]) 
     try:
         torch.manual_seed(0)
         return function(**arguments)
-    except Exception as error:  # the user's function may raise anything
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise SettingError(f"--model {name}: the function raised {_text(error)}") from error
 
 
@@ -216,6 +217,6 @@ def _kinds(target: Target, names: str) -> tuple[type[nn.Module], ...]:
     return (best,)
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

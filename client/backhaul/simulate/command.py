@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from backhaul._cli.options import obstacle_to
 from backhaul.simulate.costs import KnownCosts
 from backhaul.simulate.predictions import (
     Measured,
@@ -69,8 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _validate(arguments.validate)
     for option in ("json", "svg"):
         path = getattr(arguments, option)
-        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-            obstacle = "it is a directory, or its directory is missing or not writable"
+        if obstacle := obstacle_to(path):
             print(f"backhaul simulate: --{option} {path}: {obstacle}", file=sys.stderr)
             return 2
     written: dict[str, Any] = {}

@@ -46,6 +46,13 @@ def items(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def names_code(text: object) -> bool:
+    """Whether a value can be the name of a module, or of something in a module as "module:qualified name"."""
+    if not isinstance(text, str) or text.count(":") > 1:
+        return False
+    return all(part.isidentifier() for part in text.replace(":", ".").split("."))
+
+
 def unknown(environment: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
     """Returns variables that look like settings but are not, each with the nearest setting, or "" if none is near."""
     suggestions = {}

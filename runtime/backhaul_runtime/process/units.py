@@ -1,4 +1,4 @@
-"""Sizes and durations in the options of commands, and as text. Does not import torch."""
+"""Sizes, durations and counts in the options of commands, and as text. Does not import torch."""
 
 import math
 import re
@@ -24,10 +24,10 @@ def parse_size(text: str) -> int:
         raise ArgumentTypeError(f'"{text}" leaves no room: omit it to take half of the memory')
     if unit is None:
         raise ArgumentTypeError(f'"{text}" has no unit: write {match["number"]}GiB, {match["number"]}MiB or another')
-    size = int(number * _UNITS[unit[0].lower()])
-    if size > _MOST_BYTES:
+    size_bytes = number * _UNITS[unit[0].lower()]
+    if size_bytes > _MOST_BYTES:
         raise ArgumentTypeError(f'"{text}" is more memory than any machine has')
-    return max(1, size)
+    return max(1, int(size_bytes))
 
 
 def size_text(size_bytes: float) -> str:
@@ -49,3 +49,25 @@ def parse_seconds(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise ArgumentTypeError(f'"{text}" is not a number of seconds above 0')
     return seconds
+
+
+def parse_count(text: str) -> int:
+    """Returns a whole number above 0. Raises ArgumentTypeError for any other text."""
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ArgumentTypeError(f'"{text}" is not a number of at least 1')
+    return count
+
+
+def parse_amount(text: str) -> float:
+    """Returns a finite number that is not negative. Raises ArgumentTypeError for any other text."""
+    try:
+        amount = float(text)
+    except ValueError:
+        amount = -1.0
+    if not 0 <= amount < math.inf:
+        raise ArgumentTypeError(f'"{text}" is not a number of at least 0')
+    return amount

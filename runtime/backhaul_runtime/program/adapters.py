@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul_runtime.errors import Refusal
+from backhaul_runtime.errors import Refusal, SettingError
+from backhaul_runtime.process.settings import names_code
 from backhaul_runtime.program.code_identity import name_of_class
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
 
@@ -59,8 +60,15 @@ def register_adapter(
         name: The class, as "module:qualified name".
         flatten: Returns the parts of an object: numbers, texts, tensors, and lists, tuples and dicts of them.
         build: Returns an object of the class, from the class and the parts.
+
+    Raises:
+        SettingError: The name is none, or one of the others is no function.
     """
     global _looked_up
+    if not names_code(name) or ":" not in name:
+        raise SettingError(f'register_adapter got the name {name!r}: write the class as "module:qualified name"')
+    if not callable(flatten) or not callable(build):
+        raise SettingError(f"register_adapter of {name} needs functions, not {flatten!r} and {build!r}")
     _registered[name] = Adapter(flatten, build)
     _looked_up = {}  # not cleared: another thread may be looking up what was registered before
 

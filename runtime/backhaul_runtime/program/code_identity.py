@@ -8,10 +8,13 @@ NOTE [Identity of a function]
 1. The digest covers the bytecode of the methods of the class, of all functions that they name and that are not torch's
    or Python's own, and so on, of `MAX_FUNCTIONS` functions at most.
 2. It covers the constants that this code reads from modules, classes, closures and defaults, also in lists and dicts,
-   in NumPy's arrays, and in attributes of objects that hold settings. Values of other types count by their type alone:
-   caches hold those, and differ between processes.
-3. Whoever assigns another value to one of these names gives the function another identity from the next call on.
-4. Of modules that the code imports when it runs, it covers those that this process has imported.
+   and in attributes of objects that hold settings; and tensors and NumPy's arrays that it reads from there, also in
+   tuples. Values of other types count by their type alone: caches hold those, and differ between processes.
+3. Whoever changes one of these values gives the function another identity from the next call on. A function that does
+   so itself is not recorded, and its replay on a worker fails, because each replay would change the value again.
+4. A function has no identity if it has too much code, or reads a tensor or array that is not compared: one of more than
+   64 MiB, on an accelerator, or without bytes.
+5. Of modules that the code imports when it runs, it covers those that this process has imported.
 """
 
 import dis
@@ -31,13 +34,12 @@ from torch import Tensor
 
 from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
-from backhaul_runtime.torch_internals.private import version_of
+from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch
 
 MAX_FUNCTIONS = 5_000
 """The most functions and classes that an identity covers."""
 
-_MAX_TENSOR_BYTES = 64 << 20
-_MAX_ARRAY_BYTES = 64 << 10  # an array has no version, so it is read again at each call
+_MAX_BYTES = 64 << 20  # of a tensor or an array
 _MAX_DEPTH, _MAX_ITEMS = 4, 1_000
 _FOREIGN = frozenset({"torch", "numpy", "triton", "backhaul", "backhaul_runtime", "builtins", *sys.stdlib_module_names})
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
@@ -79,7 +81,7 @@ class CodeIdentity:
         self._last: tuple[_Walk, str] | None = None  # replaced as a whole
 
     def digest(self) -> str:
-        """Returns the present identity, 32 hexadecimal digits; empty if there is too much code."""
+        """Returns the present identity, 32 hexadecimal digits; empty if there is none (Rule 4)."""
         return self._present()[1]
 
     @property
@@ -87,11 +89,20 @@ class CodeIdentity:
         """The names in the code, among which are all attributes that it can read."""
         return self._present()[0].names
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors that the identity covers."""
+        return [tensor for tensor, _ in self._present()[0].tensors]
+
     def _present(self) -> "tuple[_Walk, str]":
         last = self._last
         if last is None or not last[0].is_current():
             walk = _Walk()
-            walk.function_class(self._class)
+            try:
+                walk.function_class(self._class)
+            except Exception:  # objects that the code reads may raise anything when somebody looks at them
+                walk = _Walk()
+                walk.is_complete = False
             text = "\n".join(walk.lines).encode()
             last = self._last = walk, xxhash.xxh3_128_hexdigest(text) if walk.is_complete else ""
         return last
@@ -137,7 +148,7 @@ class _Walk:
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
         self._cells: list[tuple[CellType, Any]] = []
         self._mutable: list[tuple[Any, str | None]] = []
-        self._tensors: list[tuple[Tensor, int]] = []
+        self.tensors: list[tuple[Tensor, str]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []  # of classes, which may get another attribute
 
     def is_current(self) -> bool:
@@ -147,7 +158,7 @@ class _Walk:
             and all(_contents(cell) is value for cell, value in self._cells)
             and all(_mutable(value) == text for value, text in self._mutable)
             and all(len(mapping) == size for mapping, size in self._sizes)
-            and all(version_of(tensor) == version for tensor, version in self._tensors)
+            and all(_tensor(tensor) == text for tensor, text in self.tensors)
         )
 
     def function_class(self, cls: type) -> None:
@@ -200,17 +211,21 @@ class _Walk:
         elif isinstance(value, type):
             self.lines.append(f"{name} is {name_of_class(value)}")
             if not is_foreign(value.__module__):
-                self._class(value)
+                self.function_class(value)
         elif isinstance(value, Tensor):
             self._tensor(name, value)
         elif isinstance(value, (np.ndarray, np.generic)):
             text = _array(value)
+            self.is_complete &= text is not None
             self._mutable.append((value, text))
             self.lines.append(f"{name}: {text}")
         elif _is_registry(value):
             self.lines.append(f"{name}: {type(value).__name__}")
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 self._value(str(_constant(key)), item)
+        elif isinstance(value, tuple) and len(value) <= _MAX_ITEMS:
+            for number, item in enumerate(value):
+                self._value(f"{name}[{number}]", item)
         elif isinstance(value, functools.partial):
             for inner_name, item in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
                 self._value(f"{name}.{inner_name}", item)
@@ -218,7 +233,7 @@ class _Walk:
             self._mutable.append((value, text))
             self.lines.append(f"{name}: {name_of_class(type(value))} {text}")
             if not is_foreign(type(value).__module__):
-                self._class(type(value))
+                self.function_class(type(value))
         else:
             self.lines.append(f"{name}: {name_of_class(type(value))}")
             for inner in ("__wrapped__", "fn"):  # functools' caches and Triton's kernels
@@ -227,13 +242,12 @@ class _Walk:
                     self._function(inside)
 
     def _tensor(self, name: str, value: Tensor) -> None:
-        is_small = unsupported_reason(value) is None and value.nbytes <= _MAX_TENSOR_BYTES
-        if is_small and value.device.type == "cpu":
-            layout = layout_of(value)
-            self.lines.append(f"{name} = {layout.header!r} {content_digest(value, layout).hex()}")
-            self._tensors.append((value, version_of(value)))
+        text = _tensor(value)
+        if text is None:  # nothing would show whether trainer and worker have the same values
+            self.is_complete = False
         else:
-            self.lines.append(f"{name}: {type(value).__name__}")
+            self.tensors.append((value, text))
+        self.lines.append(f"{name}: {text}")
 
     def _function(self, function: FunctionType) -> None:
         if not self._is_new(function):
@@ -318,11 +332,23 @@ def _is_registry(value: Any) -> bool:
     return all(isinstance(item, (FunctionType, type, functools.partial)) for item in items)
 
 
-def _array(value: Any) -> str:
-    """Returns a text for the contents of an array or a number of NumPy's."""
-    contents = ""
-    if value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject:
-        contents = xxhash.xxh3_128_hexdigest(value.tobytes())
+def _tensor(value: Tensor) -> str | None:
+    """Returns a text for the values of a tensor, which are read each time: a write through `.data` has no version.
+
+    None for a tensor that is large, on an accelerator or of a kind without bytes.
+    """
+    if unsupported_reason(value) is not None or value.nbytes > _MAX_BYTES or value.device.type != "cpu":
+        return None
+    layout = layout_of(value)
+    with DisablePythonDispatcher(), DisableTorchDispatch():
+        return f"{layout.header!r} {content_digest(value, layout).hex()}"
+
+
+def _array(value: Any) -> str | None:
+    """Returns a text for the contents of an array or a number of NumPy's; None if the array is large."""
+    if value.nbytes > _MAX_BYTES:
+        return None
+    contents = "" if value.dtype.hasobject else xxhash.xxh3_128_hexdigest(value.tobytes())
     return f"{type(value).__name__} {value.dtype} {value.shape} {contents}"
 
 

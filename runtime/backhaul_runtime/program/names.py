@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from backhaul_proto.v1 import session_pb2
-from backhaul_runtime.errors import ProgramError
+from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.adapters import adapter_of
 from backhaul_runtime.program.code_identity import (
     identity_of_class,
@@ -64,12 +64,14 @@ class NameTable:
         functions: Custom autograd functions by name.
         ops: Names of ops of other libraries than torch.
         types: Classes of arguments by name.
+        identities: The identity of each function of a worker, as trainers know it; empty on a trainer.
         denied: Why a worker could not run a custom autograd function exactly, by name.
     """
 
     functions: dict[str, Any] = field(default_factory=dict)
     ops: set[str] = field(default_factory=set)
     types: dict[str, type] = field(default_factory=dict)
+    identities: dict[str, str] = field(default_factory=dict)
     denied: dict[str, str] = field(default_factory=dict)
 
     def deny(self, name: object, reason: str) -> None:
@@ -83,6 +85,15 @@ class NameTable:
         if function is None:
             raise ProgramError(f'the function "{name[:200]}" is not one that this worker\'s operator allows', op=name)
         return function
+
+    def check_identity(self, name: str) -> None:
+        """Raises ReplayError if a function of this worker is no longer what trainers know."""
+        known = self.identities.get(name)
+        if known is not None and identity_of_class(self.functions[name]).digest() != known:
+            raise ReplayError(
+                f"the custom autograd function {name}, or a value that it reads, has changed on the worker",
+                function=name,
+            )
 
     def check_type(self, name: str) -> None:
         """Raises ProgramError if an object of the type of this name can't be built here."""
@@ -173,7 +184,10 @@ class OfferedNames:
         version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
         if version != here:
             return f"{what}: its package has version {here} here and {version} on the worker"
-        if not identity or identity != identity_of_class(function).digest():
+        own = identity_of_class(function).digest()
+        if not own:
+            return f"{what}: it has too much code, or reads a tensor or array that can't be compared with the worker's"
+        if identity != own:
             return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
         if uses_gradients(function):
             return f"{what}: its code uses .grad of tensors, and those of a replay are not the trainer's"

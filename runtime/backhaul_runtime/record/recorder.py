@@ -194,7 +194,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._drawn_from = b""  # state of the generator before the op that runs
         self._cpu_drawn_from = b""  # state of the CPU's default generator before the custom function that runs
         self._drawn_to = b""  # state of the CPU's default generator after the last recorded draw from it
-        self._cleared = ambient_state.cleared_casts()
+        self._cleared = self._cleared_before_op = ambient_state.cleared_casts()  # that of the last recorded node
         self._contents: dict[tuple[Any, ...], Digest] = {}
         self._digests = ContentDigests()
         self._fixed = fixed
@@ -243,8 +243,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Runs a custom autograd function, and records it as one node (Rule 5)."""
         began = perf_counter()
         with DisableTorchDispatch(), DisableTorchFunction():
-            reason = self._reason_against(function)
-            node = None if reason else self._guarded(self._function_node, function, args)
+            reason = self._guarded(self._reason_against, function)
+            node = self._guarded(self._function_node, function, args) if reason == "" else None
         self.own_s += perf_counter() - began
         if node is None:
             self._op, self._check = "", None
@@ -384,13 +384,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             ambient=self._state[1],
             result_bytes=(),
             draws=op_rules.draws and self._pins is None,
-            fresh_casts=ambient_state.cleared_casts() != self._cleared,
+            fresh_casts=self._has_fresh_casts(),
         )
         if is_opaque:
             names.ops.add(op_rules.name)
             node.draws = op_rules.draws
             self._begin_check(op_rules.name)
-        self._cleared = ambient_state.cleared_casts()
         if node.draws:
             self._note_state(continues=self._drawn_from == self._drawn_to and _draws_from_cpu(args, kwargs))
         return node
@@ -454,8 +453,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.identities[name] = identity_of_class(function).digest()
         self._drawn_from = self._generator_state(args, {})
         self._cpu_drawn_from = self._drawn_from if _draws_from_cpu(args, {}) else self._generator_state((), {})
-        fresh_casts = ambient_state.cleared_casts() != self._cleared
-        return Node(name, arguments, (), self._state[1], (), draws=False, fresh_casts=fresh_casts)
+        return Node(name, arguments, (), self._state[1], (), draws=False, fresh_casts=self._has_fresh_casts())
 
     def _function_may_write(self, tensor: Tensor) -> None:
         self._guarded(self._function_writes, tensor)
@@ -478,6 +476,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise Refusal(f"the custom autograd function {plain_name(function)} returns a view or another's result")
         if not all(is_plain(type(result)) for result in results):
             raise Refusal(f"the custom autograd function {plain_name(function)} returns a tensor subclass")
+        if identity_of_class(function).digest() != self.recording.identities[node.op]:
+            what = f"the custom autograd function {plain_name(function)}"
+            raise Refusal(f"{what}, or a value that it reads, was changed by the call")
         drawn_to, is_cpu = self._generator_state(args, {}), _draws_from_cpu(args, {})
         if not is_cpu and self._generator_state((), {}) != self._cpu_drawn_from:
             raise Refusal(f"the custom autograd function {plain_name(function)} draws from two generators")
@@ -485,7 +486,6 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             node.draws = True
             self._note_state(continues=self._drawn_from == self._drawn_to and is_cpu)
             self._drawn_to = drawn_to if is_cpu else self._drawn_to
-        self._cleared = ambient_state.cleared_casts()
         self._know_results(results)
         node.result_bytes = self._result_sizes(results)
         self._end_check(node.op, results)
@@ -688,8 +688,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             known = self._known.get(identity_of(result))
             self._know(result, ResultRef(len(self._nodes), output) if known is None else known.ref)
 
+    def _has_fresh_casts(self) -> bool:
+        """Whether the casts of weights that the last node has seen were dropped since."""
+        self._cleared_before_op = ambient_state.cleared_casts()
+        return self._cleared_before_op != self._cleared
+
     def _append(self, node: Node) -> None:
         self._nodes.append(node)
+        self._cleared = self._cleared_before_op  # not before, because an op that fails is not recorded
         self._recorded_saves, self._recorded_sources = len(self.recording.saved), len(self.recording.sources)
 
     def _pin(

@@ -2,8 +2,9 @@
 
 Torch's own backward formulas neither draw nor write to memory of others. A custom function may draw, and then draws
 from the generator as backward finds it, which a worker does not know. It may also write to a tensor that others read
-later, such as statistics of gradients, and then the trainer's own tensor would stay as it was. So such a backward only
-runs on the trainer.
+later, such as statistics of gradients, and then the trainer's own tensor would stay as it was. And it may read a tensor
+that nothing compares with the trainer's, for example one in a dict of its module. So such a backward only runs on the
+trainer.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import ReplayError
+from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, is_thin
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 
@@ -29,16 +31,21 @@ class BackwardWatch:
         nodes: The nodes of custom functions, each with the name of its function.
         devices: Devices whose default generators are looked at, beside that of the CPU.
         own: Keys of the storages that the replay has made, which backward may write to.
+        lent: Keys of the storages of sources, which backward may read.
     """
 
     def __init__(
-        self, nodes: Iterable[tuple[str, Node]], devices: Iterable[torch.device], own: Collection[int]
+        self,
+        nodes: Iterable[tuple[str, Node]],
+        devices: Iterable[torch.device],
+        own: Collection[int],
+        lent: Collection[int],
     ) -> None:
         self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
-        self._own = own
+        self._own, self._lent = own, lent
         self.reason = self.function = ""
         for name, node in nodes:
-            observe_backward(node, _Around(self, name))
+            observe_backward(node, _Around(self, name, _compared_by(node)))
 
     def end(self) -> None:
         """Ends the watch. Raises ReplayError if a function has drawn, written to memory of others, or communicated."""
@@ -51,10 +58,11 @@ class BackwardWatch:
             self.function, self.reason = function, reason
 
     @contextmanager
-    def within(self, name: str, gradients: tuple[Any, ...]) -> Iterator[None]:
+    def within(self, name: str, gradients: tuple[Any, ...], compared: Collection[int]) -> Iterator[None]:
         """Watches one backward, in the thread that runs it."""
         before = self._states()
-        with _Ops(self, name, {*self._own, *[storage_key(tensor) for tensor in tensors_in(gradients)]}).within():
+        own = {*self._own, *[storage_key(tensor) for tensor in tensors_in(gradients)]}
+        with _Ops(self, name, own, {*self._lent, *compared}).within():
             yield
         if self._states() != before:
             self.note(name, _DRAWS)
@@ -67,19 +75,19 @@ class BackwardWatch:
 class _Around:
     """Makes the context manager for one node."""
 
-    def __init__(self, watch: BackwardWatch, name: str) -> None:
-        self._watch, self._name = watch, name
+    def __init__(self, watch: BackwardWatch, name: str, compared: Collection[int]) -> None:
+        self._watch, self._name, self._compared = watch, name, compared
 
     def __call__(self, gradients: tuple[Any, ...]) -> Any:
-        return self._watch.within(self._name, gradients)
+        return self._watch.within(self._name, gradients, self._compared)
 
 
 class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
     """Sees the ops of one backward. It also notes why it raises an error, because the function might catch that."""
 
-    def __init__(self, watch: BackwardWatch, name: str, own: Collection[int]) -> None:
+    def __init__(self, watch: BackwardWatch, name: str, own: Collection[int], readable: Collection[int]) -> None:
         super().__init__()
-        self._watch, self._name, self._own = watch, name, own
+        self._watch, self._name, self._own, self._readable = watch, name, own, readable
         self._made = StorageLedger()
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,6 +99,8 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._watch.note(self._name, _DRAWS)
         if op_rules.written:
             self._check_writes(op, args, kwargs)
+        if op_rules.name != _NEW:
+            self._check_reads(tensors_in((args, tuple(kwargs.values()))))
         returned = op(*args, **kwargs)
         for result in tensors_in(returned):
             if result.layout is torch.strided:
@@ -104,6 +114,13 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
                     self._watch.note(self._name, _WRITES)
                     self._watch.end()
 
+    def _check_reads(self, tensors: Iterable[Tensor]) -> None:
+        with DisableTorchDispatch():
+            for tensor in tensors:
+                has_storage = is_thin(type(tensor)) and tensor.layout is torch.strided
+                if has_storage and not self._is_own(tensor) and storage_key(tensor) not in self._readable:
+                    self._watch.note(self._name, _READS)
+
     def _is_own(self, tensor: Tensor) -> bool:
         return tensor in self._made or storage_key(tensor) in self._own
 
@@ -111,5 +128,15 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Does nothing: a higher-order op inside a backward is the function's own matter."""
 
 
+def _compared_by(node: Node) -> set[int]:
+    """Returns the keys of the storages of tensors that the identity of a custom function covers."""
+    given: Any = node
+    return {storage_key(tensor) for tensor in identity_of_class(given._forward_cls).tensors}
+
+
+_NEW = "aten.lift_fresh.default"
+"""The op that `torch.tensor` calls with a tensor that no op has made."""
+
 _DRAWS = "draws random numbers, and only the trainer's generators can give those of a run without checkpointing"
 _WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"
+_READS = "reads a tensor that is not compared with the trainer's, as in a dict or an object of its module"

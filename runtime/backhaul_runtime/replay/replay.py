@@ -184,6 +184,7 @@ class Replay:
             results = self._run(meter, keeps_modes=context is not None)
         if program.functions or program.types:  # Rule 6
             contents.forget()
+        self._check_identities()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
             self._outputs[position] = made
@@ -363,7 +364,7 @@ class Replay:
 
     def _begin_check(self, node: Node, results: list[list[Tensor] | None]) -> OpaqueCheck:
         check, parts = OpaqueCheck(self._packing.take), parts_in((node.args, tuple(value for _, value in node.kwargs)))
-        with DisableTorchDispatch(), DisableTorchFunction():
+        with _checking(node.op):
             check.add([self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))])
         return check
 
@@ -373,11 +374,20 @@ class Replay:
         nodes = {id(node): node for result in results if (node := result.grad_fn) is not None and is_custom(node)}
         self._recorded |= set(map(type, nodes.values()))
         self._custom += [(name, node) for node in nodes.values()]
-        with DisableTorchDispatch(), DisableTorchFunction():
+        with _checking(name):
             check.add(results)
             check.add_contexts(results)
         self._packing.of_functions |= check.storages
         self._packing.note(check.digest())
+
+    def _check_identities(self) -> None:
+        """Raises ReplayError on a worker if a function has changed what it reads beside its arguments.
+
+        Another session may have run it, so each forward and each backward is checked when it has ended.
+        """
+        if not self._is_own:
+            for name in self._program.functions:
+                names.check_identity(name)
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
@@ -513,7 +523,7 @@ class Replay:
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
         own = self._packing.of_functions - self._lent
-        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own) if is_guarded else None
+        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
             if inputs and positions:
                 torch.autograd.grad(
@@ -525,6 +535,7 @@ class Replay:
                 )
             if watch is not None:
                 watch.end()
+            self._check_identities()
             if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
                 raise ReplayError(
                     "the backward of a custom function has added to .grad of a tensor, which is not the trainer's "
@@ -546,6 +557,16 @@ class Replay:
             for source, of_source in enumerate(uses)
             for number in range(len(of_source))
         ]
+
+
+@contextmanager
+def _checking(name: str) -> Iterator[None]:
+    """Turns whatever prevents the check of a node into a ReplayError: a client may have made the function keep it."""
+    try:
+        with DisableTorchDispatch(), DisableTorchFunction():
+            yield
+    except Exception as error:
+        raise ReplayError(f"what {name} reads, returns and keeps can't be compared: {error}", op=name) from error
 
 
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.process.settings import names_code
 from backhaul_runtime.program.adapters import adapter_of
 from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, is_found_by_name, name_of_class
 from backhaul_runtime.program.names import IMPORTS, OfferedNames, names, package_version
@@ -64,9 +65,10 @@ def import_allowed(allowed: Sequence[str]) -> OfferedNames:
     for entry in allowed:
         if ":" in entry:
             _add_class(entry)
+    names.identities |= {name: identity_of_class(function).digest() for name, function in names.functions.items()}
     return OfferedNames(
         packages={entry: package_version(entry) for entry in allowed},
-        functions={name: identity_of_class(function).digest() for name, function in names.functions.items()},
+        functions=dict(names.identities),
         ops=frozenset(names.ops),
         types=frozenset(names.types),
     )
@@ -96,18 +98,22 @@ def _forbid_downloads() -> None:
 
 def _import(entry: str) -> None:
     module = entry.partition(":")[0]
-    if not all(part.isidentifier() for part in module.split(".")) or is_foreign(module):
-        raise SettingError(f'--allow "{entry}": not the name of a package or module that can be allowed')
+    if not names_code(entry) or is_foreign(module):
+        raise SettingError(
+            f'--allow "{entry}": not the name of a package or module that can be allowed. Write the name of an '
+            "installed one, other than torch and Python's own, or of a class in it as module:name"
+        )
     if module.partition(".")[0] in _FETCHING:
         raise SettingError(f'--allow "{entry}": this package downloads code, which a worker must not run')
     for name in IMPORTS.get(module, (module,)):
         try:
             import_module(name)
-        except Exception as error:  # a module may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
             if name != module and isinstance(error, ModuleNotFoundError):
                 continue  # a version of the package without that part
             raise SettingError(
-                f'--allow "{entry}": importing {name} failed: {type(error).__name__}: {error}'
+                f'--allow "{entry}": importing {name} failed: {type(error).__name__}: {error}. '
+                "Install it for the worker, or add its directory to PYTHONPATH"
             ) from error
 
 

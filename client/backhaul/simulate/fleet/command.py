@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from backhaul._cli.options import obstacle_to
 from backhaul.simulate.command import read_costs
 from backhaul.simulate.fleet.charts import draw_charts
 from backhaul.simulate.fleet.dashboard_costs import read_dashboard_costs
@@ -147,8 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     for option in ("json", "svg"):
         path = getattr(arguments, option)
-        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
-            return _refuse(f"--{option} {path}: it is a directory, or its directory is missing or not writable")
+        if obstacle := obstacle_to(path):
+            return _refuse(f"--{option} {path}: {obstacle}")
     try:
         known = read_costs(arguments.costs)
         dashboard = read_dashboard_costs(json.loads(arguments.costs.read_text()))
