@@ -379,6 +379,21 @@ def test_kept_activations_count_as_held(session: Session, monkeypatch: pytest.Mo
     assert deferred_bytes("keep") > deferred_bytes("recompute") > 0
 
 
+@pytest.mark.parametrize("local", LOCALS)
+def test_a_micro_batch_of_the_trainer_alone_is_finished_at_once(
+    session: Session, monkeypatch: pytest.MonkeyPatch, local: Local
+) -> None:
+    monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: (1000,))
+    expected = train(plainly, micro_batches=6, steps=2)
+    assert (
+        differing(train(session.checkpoint, partial(session.accumulate, local), micro_batches=6, steps=2), expected)
+        == []
+    )
+    block = session.report().block
+    assert block is not None
+    assert (block.deferred_bytes, block.workers) == (0, {})
+
+
 def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         trained(session, kind="hooks on parameters", steps=1)

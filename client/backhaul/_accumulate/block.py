@@ -225,7 +225,11 @@ class AccumulationBlock:
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None, self.micro_batches)
         self._open.append(micro_batch)
-        while len(self._open) > self._most_open or 0 < self._deferred_bytes < self._open_bytes:
+        while self._open and (
+            len(self._open) > self._most_open
+            or 0 < self._deferred_bytes < self._open_bytes
+            or not self._open[0].parts.run  # it waits for nothing, and would hold a set of gradients
+        ):
             self._finish_first()
         self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
 
