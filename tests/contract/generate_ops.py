@@ -367,6 +367,9 @@ def from_further() -> set[str]:
             for other in (x, 2)
         ),
         lambda: F.embedding(torch.tensor([1]), x.clone(), max_norm=1.0),
+        # Of these only a tensor that the call has made can be recorded, see `ABSOLUTE`.
+        lambda: torch.as_strided_copy(x.clone(), (2, 2), (4, 1)),
+        lambda: torch.as_strided_scatter(x.clone(), x[:2, :2], (2, 2), (4, 1)),
         lambda: torch.fake_quantize_per_tensor_affine(y, 0.1, 0, -128, 127),
         lambda: torch.fake_quantize_per_tensor_affine(y, scale[0], zero[0], -128, 127),
         lambda: torch.fake_quantize_per_channel_affine(y, scale, zero, 0, -128, 127),
