@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -168,6 +169,15 @@ def test_what_dies_waits_for_no_lock(make: Callable[[Session], tuple[list[Any], 
         assert ended.wait(30)
     dying.join()
     assert count or make is not a_frame
+
+
+def test_who_reads_the_saved_tensors_of_a_graft_keeps_no_segment(session: Session) -> None:
+    y = session.checkpoint(torch.sin, torch.ones(4, requires_grad=True) * 1, returns="gradients")
+    frame = weakref.ref(of_kind(Frame))
+    assert len(y.grad_fn.saved_tensors) == 1
+    del y
+    gc.collect()
+    assert frame() is None
 
 
 @contextmanager

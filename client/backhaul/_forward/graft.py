@@ -64,8 +64,9 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 
 class _Unpacked(threading.local):
-    """The frame that this thread has unpacked last."""
+    """The frame that a backward in this thread has unpacked. Others may also read `saved_tensors` of a graft."""
 
+    is_wanted = False
     frame: Frame | None = None
 
 
@@ -73,7 +74,8 @@ _unpacked = _Unpacked()
 
 
 def _unpack(frame: Frame) -> Tensor:
-    _unpacked.frame = frame
+    if _unpacked.is_wanted:
+        _unpacked.frame = frame
     return _PLACEHOLDER
 
 
@@ -98,7 +100,11 @@ class _Graft(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         if ctx.frame is _consumed:
             raise RuntimeError("Trying to backward through a segment a second time, after an accumulation block did it")
-        ctx.saved_tensors  # noqa: B018  unpacks the frame (Rule 4), or raises torch's error where the graph was freed
+        _unpacked.is_wanted = True
+        try:
+            ctx.saved_tensors  # noqa: B018  unpacks the frame (Rule 4), or raises torch's error if the graph was freed
+        finally:
+            _unpacked.is_wanted = False
         frame, _unpacked.frame = _unpacked.frame, None
         assert frame is not None
         given = {
