@@ -19,7 +19,7 @@ from backhaul_server.worker.allowed import import_allowed
 from conftest import QUIET_S
 from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
-from support.functions import CountingBackward, Hidden, Scale
+from support.functions import CountingBackward, Hidden, ReadsModule, Scale
 from support.hostile import Hostile
 from support.processes import WorkerProcess
 
@@ -105,14 +105,36 @@ def test_micro_batches_with_functions(allowed: Session) -> None:
     assert allowed.report().fallbacks == 0
 
 
-def test_a_function_must_not_change_inside_a_block(allowed: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deferred backward may run after the change, and the one that it stands for would have run before."""
-    w = torch.randn(WIDTH, requires_grad=True)
-    with pytest.raises(AccumulationError, match="Scale, or a value that it reads"), allowed.accumulate() as step:
-        h = allowed.checkpoint(lambda h: Scale.apply(h, w, 2.0).sin(), torch.randn(4, WIDTH), returns="gradients")
-        loss = h.square().sum()
-        monkeypatch.setattr(Scale, "damping", 5.0)
+def test_a_function_may_change_between_the_forward_and_backward_of_a_micro_batch(
+    allowed: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backward is not deferred, so that it reads what it would read without a block."""
+    w = torch.ones(WIDTH, requires_grad=True)
+    with allowed.accumulate() as step:
+        h = allowed.checkpoint(lambda h: ReadsModule.apply(h * w), torch.ones(4, WIDTH), returns="gradients")
+        loss = h.sum() * 1
+        monkeypatch.setattr("support.functions.SLOPE", 5.0)
         step.backward(loss)
+        monkeypatch.undo()
+    assert w.grad is not None
+    assert torch.equal(w.grad, torch.full((WIDTH,), 20.0))
+
+
+@pytest.mark.parametrize("where", ["inside", "before"])
+def test_a_function_must_not_change_inside_a_block(
+    where: str, allowed: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes before the last segments runs when the block ends, where a loop without it would have run it."""
+    w = torch.randn(WIDTH, requires_grad=True)
+    with pytest.raises(AccumulationError, match="ReadsModule, or a value that it reads"), allowed.accumulate() as step:
+        h = torch.ones(4, WIDTH) * w
+        if where == "inside":
+            h = allowed.checkpoint(lambda h: ReadsModule.apply(h.sin()), h, returns="activations")
+        else:
+            h = ReadsModule.apply(h)
+        h = allowed.checkpoint(lambda h: h.sin() * w, h, returns="gradients")
+        step.backward(h.square().sum())
+        monkeypatch.setattr("support.functions.SLOPE", 5.0)
     assert w.grad is None
 
 

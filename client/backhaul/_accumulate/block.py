@@ -30,6 +30,7 @@ from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
+    check_functions,
     computed_again,
     differentiated,
     fold,
@@ -197,6 +198,8 @@ class AccumulationBlock:
         self._gradients.enter(parts.leaves.values())
         if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
             parts = parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
+        if parts.run and any(frame.call.recording.changed_function() for frame in parts.frames):
+            parts = parts.undivided("a custom autograd function was changed after forward")
         self.micro_batches += 1
         stream = self._stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         on_workers = sum(frame.remote is not None for frame in parts.frames)
@@ -380,6 +383,7 @@ class AccumulationBlock:
         roots = [target for target in parts.roots if target in sums]
         if not roots:
             return
+        check_functions(parts)
         roots += [target for target in parts.tail if target in sums]
         edges = [GradientEdge(*target) for target in roots]
         with without_hooks(parts.leaves.values()):

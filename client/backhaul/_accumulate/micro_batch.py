@@ -16,6 +16,7 @@ from backhaul._backward.frame import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.program.code_identity import identity_of_class, name_of_class
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
@@ -162,13 +163,25 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
     Raises:
         AccumulationError: A custom function is not what it was when the micro-batch called `backward`.
     """
-    if changed := segment.frame.call.recording.changed_function():
+    _check_function(segment.frame.call.recording.changed_function())
+    with under(state):
+        return segment.frame.gradients({0: gradient}, {})
+
+
+def check_functions(parts: Parts) -> None:
+    """Raises AccumulationError if a custom function of a tail is not what it was at `backward`."""
+    changed = (cls for cls, identity in parts.functions.items() if identity_of_class(cls).digest() != identity)
+    _check_function(next(map(name_of_class, changed), ""))
+    for frame in parts.frames:
+        _check_function(frame.call.recording.changed_function())
+
+
+def _check_function(changed: str) -> None:
+    if changed:
         raise AccumulationError(
             f"the custom autograd function {changed}, or a value that it reads, was changed inside an accumulation "
             "block. Change it when no block is open"
         )
-    with under(state):
-        return segment.frame.gradients({0: gradient}, {})
 
 
 def plus(total: Tensor | None, gradient: Tensor) -> Tensor:
