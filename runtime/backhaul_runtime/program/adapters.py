@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal, SettingError
 from backhaul_runtime.process.settings import names_code
-from backhaul_runtime.program.code_identity import name_of_class
+from backhaul_runtime.program.code_identity import name_of_class, slots_of
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
 
 _POINTER_BYTES = 8
@@ -117,23 +117,13 @@ def _build_named_tuple(cls: Any, parts: Sequence[Any]) -> Any:
 def is_only_attributes(cls: type) -> bool:
     """Whether objects of a class hold nothing but attributes: no items, number or text, and no state of C or C++."""
     offsets = (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
-    known = object.__basicsize__ + _POINTER_BYTES * (offsets + len(_slots(cls)))
+    known = object.__basicsize__ + _POINTER_BYTES * (offsets + len(slots_of(cls)))
     return cls.__itemsize__ == 0 and cls.__basicsize__ <= known
-
-
-def _slots(cls: type) -> list[str]:
-    """Returns the names of the attributes that have a place of their own in the objects of a class."""
-    return [
-        name
-        for base in reversed(cls.__mro__)
-        for name, value in vars(base).items()
-        if isinstance(value, MemberDescriptorType) and value.__objclass__ is base and base.__module__ != "builtins"
-    ]
 
 
 def attribute_names(value: Any) -> list[str]:
     """Returns the names of an object's attributes in alphabetic order, those in slots included."""
-    return sorted({*getattr(value, "__dict__", ()), *[name for name in _slots(type(value)) if hasattr(value, name)]})
+    return sorted({*getattr(value, "__dict__", ()), *[name for name in slots_of(type(value)) if hasattr(value, name)]})
 
 
 def _flatten_wrapper(tensor: Any) -> Sequence[Any]:

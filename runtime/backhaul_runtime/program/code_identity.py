@@ -7,13 +7,15 @@ worker runs the function.
 NOTE [Identity of a function]
 1. The digest covers the bytecode of the methods of the class, of all functions that they name and that are not torch's
    or Python's own, and so on, of `MAX_FUNCTIONS` functions at most.
-2. It covers the constants that this code reads from modules, classes, closures and defaults, also in lists and dicts,
-   and in attributes of objects that hold settings; and tensors and NumPy's arrays that it reads from there, also in
-   tuples. Values of other types count by their type alone: caches hold those, and differ between processes.
+2. It covers the constants that this code reads from modules, classes, metaclasses, functions, closures and defaults,
+   also inside containers and attributes of objects, whatever else these hold; NumPy's arrays in the same places; and
+   tensors, also in tuples. Values of other types count by their type alone: caches hold those, and differ between
+   processes.
 3. Whoever changes one of these values gives the function another identity from the next call on. A function that does
    so itself is not recorded, and its replay on a worker fails, because each replay would change the value again.
-4. A function has no identity if it has too much code, or reads a tensor or array that is not compared: one of more than
-   64 MiB, on an accelerator, or without bytes.
+4. A function has no identity if it has too much code, or reads what is not compared: a tensor or array of more than
+   64 MiB, on an accelerator, or without bytes; a container or object with more than `_MAX_ITEMS` values inside; a
+   variable that each thread or context has its own value of.
 5. Of modules that the code imports when it runs, it covers those that this process has imported.
 """
 
@@ -21,10 +23,25 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextvars import ContextVar
+from decimal import Decimal
+from fractions import Fraction
 from operator import is_
-from types import CellType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -40,9 +57,12 @@ MAX_FUNCTIONS = 5_000
 """The most functions and classes that an identity covers."""
 
 _MAX_BYTES = 64 << 20  # of a tensor or an array
-_MAX_DEPTH, _MAX_ITEMS = 4, 1_000
+_MAX_DEPTH, _MAX_ITEMS = 4, 10_000
 _FOREIGN = frozenset({"torch", "numpy", "triton", "backhaul", "backhaul_runtime", "builtins", *sys.stdlib_module_names})
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
+_NUMBERS = (int, float, complex, str, bytes)  # classes that constants of classes of their own inherit from
+_PRINTED = (range, slice, Fraction, Decimal)  # constants whose text says everything
+_CODE = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type)
 _MISSING = object()
 
 
@@ -69,6 +89,16 @@ def is_foreign(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] in _FOREIGN
 
 
+def slots_of(cls: type) -> list[str]:
+    """Returns the names of the attributes that have a place of their own in the objects of a class."""
+    return [
+        name
+        for base in reversed(cls.__mro__)
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType) and value.__objclass__ is base and base.__module__ != "builtins"
+    ]
+
+
 class CodeIdentity:
     """The identity of one class, which is computed again when something that it covers was replaced. Thread-safe.
 
@@ -91,12 +121,12 @@ class CodeIdentity:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that the identity covers."""
-        return [tensor for tensor, _ in self._present()[0].tensors]
+        """The tensors that the identity covers, and that nobody can read more from than what was compared."""
+        return [tensor for tensor, _ in self._present()[0].tensors if _has_whole_storage(tensor)]
 
     def _present(self) -> "tuple[_Walk, str]":
         last = self._last
-        if last is None or not last[0].is_current():
+        if last is None or not _is_current(last[0]):
             walk = _Walk()
             try:
                 walk.function_class(self._class)
@@ -148,6 +178,7 @@ class _Walk:
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
         self._cells: list[tuple[CellType, Any]] = []
         self._mutable: list[tuple[Any, str | None]] = []
+        self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []  # each with its code and defaults
         self.tensors: list[tuple[Tensor, str]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []  # of classes, which may get another attribute
 
@@ -156,13 +187,19 @@ class _Walk:
         return (
             all(all(map(is_, map(mapping.get, names), values)) for mapping, names, values in self._reads.values())
             and all(_contents(cell) is value for cell, value in self._cells)
-            and all(_mutable(value) == text for value, text in self._mutable)
+            and all(_marked(value) == text for value, text in self._mutable)
+            and all(
+                function.__code__ is code and function.__defaults__ is defaults and function.__kwdefaults__ is keywords
+                for function, code, defaults, keywords in self._functions
+            )
             and all(len(mapping) == size for mapping, size in self._sizes)
             and all(_tensor(tensor) == text for tensor, text in self.tensors)
         )
 
     def function_class(self, cls: type) -> None:
-        """Visits a class, its bases, and everything that their methods read."""
+        """Visits a class, its bases, its metaclass, and everything that their methods read."""
+        if not is_foreign(type(cls).__module__):
+            self.function_class(type(cls))
         for base in cls.__mro__:
             if not is_foreign(base.__module__) or base is cls:
                 self._class(base)
@@ -196,50 +233,55 @@ class _Walk:
         if value is not None or name in mapping:
             self._value(name, value)
 
-    def _value(self, name: str, value: Any) -> None:  # noqa: PLR0912  one branch per kind of value
+    def _value(self, name: str, value: Any) -> None:
         value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
         if isinstance(value, property):
             value = value.fget
-        text = _constant(value)
-        if isinstance(value, (list, dict, set)):
-            self._mutable.append((value, _mutable(value)))
-        if text is not None:
-            self.lines.append(f"{name} = {text}")
-        elif isinstance(value, FunctionType):
+        if isinstance(value, FunctionType):
             self.lines.append(f"{name} is {value.__module__}:{value.__qualname__}")
             self._function(value)
         elif isinstance(value, type):
             self.lines.append(f"{name} is {name_of_class(value)}")
             if not is_foreign(value.__module__):
                 self.function_class(value)
-        elif isinstance(value, Tensor):
-            self._tensor(name, value)
-        elif isinstance(value, (np.ndarray, np.generic)):
-            text = _array(value)
-            self.is_complete &= text is not None
-            self._mutable.append((value, text))
-            self.lines.append(f"{name}: {text}")
-        elif _is_registry(value):
-            self.lines.append(f"{name}: {type(value).__name__}")
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                self._value(str(_constant(key)), item)
-        elif isinstance(value, tuple) and len(value) <= _MAX_ITEMS:
-            for number, item in enumerate(value):
-                self._value(f"{name}[{number}]", item)
+        elif isinstance(value, (MethodType, BuiltinFunctionType)):
+            self.lines.append(f"{name} is {value.__name__}")
+            if not isinstance(value.__self__, ModuleType):
+                self._value(f"{name}.__func__", getattr(value, "__func__", None))
+                self._value(f"{name}.__self__", value.__self__)
         elif isinstance(value, functools.partial):
             for inner_name, item in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
                 self._value(f"{name}.{inner_name}", item)
-        elif (text := _attributes(value)) is not None:
-            self._mutable.append((value, text))
-            self.lines.append(f"{name}: {name_of_class(type(value))} {text}")
-            if not is_foreign(type(value).__module__):
-                self.function_class(type(value))
-        else:
-            self.lines.append(f"{name}: {name_of_class(type(value))}")
-            for inner in ("__wrapped__", "fn"):  # functools' caches and Triton's kernels
-                inside = getattr(value, inner, None) if not isinstance(value, ModuleType) else None
-                if isinstance(inside, FunctionType):
-                    self._function(inside)
+        elif isinstance(value, Tensor):
+            self._tensor(name, value)
+        elif not isinstance(value, ModuleType):
+            self._contents(name, value)
+
+    def _contents(self, name: str, value: Any) -> None:
+        """Visits a constant, a container, or an object."""
+        self.lines.append(f"{name}: {name_of_class(type(value))} {_Texts().of(value)}")
+        if type(value) in _CONSTANTS:
+            return
+        self._mutable.append((value, _marked(value)))
+        self._inside(name, value, in_tuple=True)
+        for inner in ("__wrapped__", "fn", "func"):  # caches and descriptors of functools, and Triton's kernels
+            inside = getattr(value, "__dict__", {}).get(inner)
+            if isinstance(inside, FunctionType):
+                self._function(inside)
+
+    def _inside(self, name: str, value: Any, *, in_tuple: bool) -> None:
+        """Visits the code that a container or an object holds, and the tensors in tuples."""
+        if not self._is_new(value):
+            return
+        if not is_foreign(type(value).__module__):
+            self.function_class(type(value))
+        in_tuple &= isinstance(value, tuple)
+        for key, item in _parts(value):
+            inner = f"{name}[{key if isinstance(key, (str, int)) else type(key).__name__}]"
+            if isinstance(item, _CODE) or (in_tuple and isinstance(item, Tensor)):
+                self._value(inner, item)
+            elif type(item) not in _CONSTANTS:
+                self._inside(inner, item, in_tuple=in_tuple)
 
     def _tensor(self, name: str, value: Tensor) -> None:
         text = _tensor(value)
@@ -253,6 +295,7 @@ class _Walk:
         if not self._is_new(function):
             return
         code = function.__code__
+        self._functions.append((function, code, function.__defaults__, function.__kwdefaults__))
         self.lines += code_lines(code)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
@@ -267,11 +310,16 @@ class _Walk:
                     self._function(inside)
         if is_foreign(function.__module__):
             return
-        names = sorted(set(_names(code)))
+        self._sizes.append((vars(function), len(vars(function))))
+        for name in vars(function):
+            self._read(vars(function), name)
+        texts = {text for text in _texts(code) if text.isidentifier()}  # `getattr` and `globals()` take those
+        names = sorted({*_names(code), *texts})
         self.names.update(names, _texts(code))
         for name in names:
-            self._read(function.__globals__, name)
-            self._attributes_of_module(function.__globals__.get(name), names)
+            if name not in texts or name in function.__globals__:
+                self._read(function.__globals__, name)
+                self._attributes_of_module(function.__globals__.get(name), names)
         package = str(function.__globals__.get("__package__") or "")
         for module in sorted(_imported(code, package)):
             if not is_foreign(module) and module in sys.modules:
@@ -281,7 +329,7 @@ class _Walk:
         """Visits what code reads from a module that it names, if `names` are all names in the code."""
         if not isinstance(module, ModuleType) or is_foreign(module.__name__) or depth == _MAX_DEPTH:
             return
-        for name in names:
+        for name in (*names, "__getattr__"):
             if name in vars(module):
                 self._read(vars(module), name)
                 self._attributes_of_module(vars(module)[name], names, depth + 1)
@@ -304,32 +352,77 @@ _OF_PYTHON = frozenset(
 )
 
 
-def _attributes(value: Any, depth: int = 0) -> str | None:
-    """Returns a text for the constants among the attributes of an object, such as settings; None for other objects."""
-    has_settings = isinstance(value, (SimpleNamespace, Namespace)) or not is_foreign(type(value).__module__)
-    if not has_settings or isinstance(value, (ModuleType, torch.nn.Module)) or not hasattr(value, "__dict__"):
-        return None
-    texts = {
-        name: _constant(item, 1) or (_attributes(item, depth + 1) if depth < _MAX_DEPTH else None)
-        for name, item in vars(value).items()
-    }
-    return str([(name, texts[name]) for name in sorted(texts) if texts[name] is not None])
+class _Texts:
+    """Describes the constants in one value. Raises ValueError where something can't be compared.
+
+    Args:
+        marks_code: Whether to mark functions and classes by their addresses, to notice that one was replaced.
+    """
+
+    def __init__(self, *, marks_code: bool = False) -> None:
+        self._marks_code = marks_code
+        self._count = 0
+        self._around: list[int] = []  # ids of the containers and objects that are being described
+
+    def of(self, value: Any) -> str | None:
+        """Returns a text for a constant, or for all constants inside a container or an object; None if it has none."""
+        self._count += 1
+        if self._count > _MAX_ITEMS:
+            raise ValueError(f"more than {_MAX_ITEMS} values")
+        if isinstance(value, (ContextVar, threading.local)):
+            raise ValueError("another thread may see another value")
+        if isinstance(value, _CONSTANTS) and type(value).__module__ in {"builtins", "torch"}:
+            return f"{type(value).__name__} {value!r}"
+        if isinstance(value, (np.ndarray, np.generic)):
+            return _array(value)
+        if type(value) in _PRINTED:
+            return repr(value)
+        if isinstance(value, _CODE):
+            return f"at {id(value)}" if self._marks_code else None
+        if id(value) in self._around:
+            return None
+        self._around.append(id(value))
+        texts = [(self.of(key), self.of(item)) for key, item in _parts(value)]
+        self._around.pop()
+        if isinstance(value, (set, frozenset)):
+            texts.sort(key=str)
+        known = [f"{key}: {item}" for key, item in texts if item is not None]
+        number = next((kind.__repr__(value) for kind in _NUMBERS if isinstance(value, kind)), "")
+        is_empty = not known and not number and not (isinstance(value, (tuple, frozenset)) and not value)
+        return None if is_empty else f"{type(value).__name__}{number}[{', '.join(known)}]"
 
 
-def _mutable(value: Any) -> str | None:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return _array(value)
-    if _is_registry(value):
-        return str([*map(id, value.values() if isinstance(value, dict) else value)])
-    return _constant(value) if isinstance(value, (list, dict, set)) else _attributes(value)
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what a container or an object holds: items, and attributes unless its class is torch's or Python's."""
+    parts: list[tuple[Any, Any]] = []
+    if isinstance(value, (dict, MappingProxyType)):
+        parts += value.items()
+    elif isinstance(value, (list, tuple, deque)):
+        parts += enumerate(value)
+    elif isinstance(value, (set, frozenset)):
+        parts += [(None, item) for item in value]
+    is_settings = isinstance(value, (SimpleNamespace, Namespace, torch.nn.Module))
+    if not isinstance(value, (*_CODE, ModuleType, Tensor)) and (is_settings or not is_foreign(type(value).__module__)):
+        parts += sorted(getattr(value, "__dict__", {}).items())
+        parts += [(name, getattr(value, name)) for name in slots_of(type(value)) if hasattr(value, name)]
+    return parts
 
 
-def _is_registry(value: Any) -> bool:
-    """Whether a container holds functions and classes, as tables of implementations do."""
-    if not isinstance(value, (list, tuple, dict)) or not 0 < len(value) <= _MAX_ITEMS:
+def _marked(value: Any) -> str | None:
+    """Returns a text that changes when anything changes that the identity covers of a container or an object."""
+    return _Texts(marks_code=True).of(value)
+
+
+def _is_current(walk: _Walk) -> bool:
+    try:
+        return walk.is_current()
+    except Exception:  # as in a walk; another thread may also change a container meanwhile
         return False
-    items = value.values() if isinstance(value, dict) else value
-    return all(isinstance(item, (FunctionType, type, functools.partial)) for item in items)
+
+
+def _has_whole_storage(tensor: Tensor) -> bool:
+    """Whether the elements of a tensor are all that its storage has, so that no other view of it shows more."""
+    return layout_of(tensor).span_bytes == tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _tensor(value: Tensor) -> str | None:
@@ -344,12 +437,11 @@ def _tensor(value: Tensor) -> str | None:
         return f"{layout.header!r} {content_digest(value, layout).hex()}"
 
 
-def _array(value: Any) -> str | None:
-    """Returns a text for the contents of an array or a number of NumPy's; None if the array is large."""
-    if value.nbytes > _MAX_BYTES:
-        return None
-    contents = "" if value.dtype.hasobject else xxhash.xxh3_128_hexdigest(value.tobytes())
-    return f"{type(value).__name__} {value.dtype} {value.shape} {contents}"
+def _array(value: Any) -> str:
+    """Returns a text for the contents of an array or a number of NumPy's. Raises ValueError if it has none."""
+    if value.nbytes > _MAX_BYTES or value.dtype.hasobject:
+        raise ValueError("an array that is large or holds objects")
+    return f"{type(value).__name__} {value.dtype} {value.shape} {xxhash.xxh3_128_hexdigest(value.tobytes())}"
 
 
 def _imported(code: CodeType, package: str) -> Iterator[str]:

@@ -57,6 +57,10 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
         if states_outside_torch() != before:
             self._note_refusal(f"the custom autograd function {self._name} draws random numbers outside of torch")
 
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that an op inside the function has made."""
+        return tensor in self._made
+
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op, after noting what it writes to."""
         op_rules = rules(op)

@@ -434,6 +434,8 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         check.add_contexts(results)
         for tensor in check.tensors:
             self._on_contexts.add(tensor)
+            if is_plain(type(tensor)):
+                self._check_kept(name, tensor)
         self._saving_nodes = len(self._nodes) + 1
         self.recording.saved.append(SavedTensor(check.digest(), f"{name} (all that it read and kept)", CHECKED, -1, 0))
 
@@ -490,6 +492,21 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         node.result_bytes = self._result_sizes(results)
         self._end_check(node.op, results)
         self._append(node)
+
+    def _check_kept(self, name: str, tensor: Tensor) -> None:
+        """Raises Refusal if a custom function keeps a tensor that is neither its own nor an argument of anything.
+
+        Its backward may read it after others have changed it, or write to it.
+        """
+        function = names.functions[name] if name in self.recording.identities else None
+        if function is None or self._watch is None or self._watch.has_made(tensor) or tensor in self._interior:
+            return
+        key = storage_key(tensor)
+        compared = identity_of_class(function).tensors
+        if not self.sources.at(key) and key not in map(storage_key, compared):
+            raise Refusal(
+                f"the custom autograd function {plain_name(function)} keeps a tensor that is not among its arguments"
+            )
 
     def _give_up_choices(self, refusal: Refusal) -> None:
         """Marks the call as one that workers with other hardware can't recompute. The trainer still can."""
@@ -740,6 +757,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         source = next(iter(self.sources.at(storage_key(tensor))), -1)
         is_hidden = source < 0 and tensor not in self._interior and tensor not in self._hidden
         if is_hidden:
+            self._check_kept(self._op, tensor)
             self._hidden_bytes[storage_key(tensor)] = self._hidden.add(tensor)
         if self.recording.refusal is None:
             self._saving_nodes = len(self._nodes) + 1

@@ -20,7 +20,7 @@ from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, is_thin
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, identity_of, is_thin
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 
@@ -61,8 +61,12 @@ class BackwardWatch:
     def within(self, name: str, gradients: tuple[Any, ...], compared: Collection[int]) -> Iterator[None]:
         """Watches one backward, in the thread that runs it."""
         before = self._states()
-        own = {*self._own, *[storage_key(tensor) for tensor in tensors_in(gradients)]}
-        with _Ops(self, name, own, {*self._lent, *compared}).within():
+        given = tensors_in(gradients)
+        own = {*self._own, *[storage_key(tensor) for tensor in given if _has_storage(tensor)]}
+        ops = _Ops(self, name, own, {*self._lent, *compared})
+        for tensor in given:
+            ops.note_own(tensor)
+        with ops.within():
             yield
         if self._states() != before:
             self.note(name, _DRAWS)
@@ -89,6 +93,7 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()
         self._watch, self._name, self._own, self._readable = watch, name, own, readable
         self._made = StorageLedger()
+        self._others: dict[int, Tensor] = {}  # tensors without a storage of their own that are this backward's
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         op_rules = rules(op)
@@ -105,7 +110,13 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         for result in tensors_in(returned):
             if result.layout is torch.strided:
                 self._made.add(result)
+            self.note_own(result)
         return returned
+
+    def note_own(self, tensor: Tensor) -> None:
+        """Notes a tensor that this backward gets or makes, if no storage shows that."""
+        if not _has_storage(tensor):
+            self._others[identity_of(tensor)] = tensor
 
     def _check_writes(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with DisableTorchDispatch():
@@ -116,16 +127,27 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_reads(self, tensors: Iterable[Tensor]) -> None:
         with DisableTorchDispatch():
-            for tensor in tensors:
-                has_storage = is_thin(type(tensor)) and tensor.layout is torch.strided
-                if has_storage and not self._is_own(tensor) and storage_key(tensor) not in self._readable:
-                    self._watch.note(self._name, _READS)
+            if not all(map(self._may_read, tensors)):
+                self._watch.note(self._name, _READS)
+
+    def _may_read(self, tensor: Tensor) -> bool:
+        if _has_storage(tensor):
+            return self._is_own(tensor) or storage_key(tensor) in self._readable
+        inner = getattr(tensor, "__tensor_flatten__", None)  # of a tensor subclass
+        if identity_of(tensor) in self._others or inner is None:
+            return identity_of(tensor) in self._others
+        return all(self._may_read(getattr(tensor, name)) for name in inner()[0])
 
     def _is_own(self, tensor: Tensor) -> bool:
         return tensor in self._made or storage_key(tensor) in self._own
 
     def refuse(self, reason: str) -> None:
         """Does nothing: a higher-order op inside a backward is the function's own matter."""
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in a storage, and not in other tensors as those of a sparse one do."""
+    return is_thin(type(tensor)) and tensor.layout is torch.strided
 
 
 def _compared_by(node: Node) -> set[int]:
