@@ -19,7 +19,8 @@ NOTE [Parts]
 6. Where a tensor that the tail has saved is written to meanwhile, its version counter shows it. That of a batch norm's
    running statistics does not change, so a batch norm in eval mode must not be part of a tail.
 7. A custom function in the tail may read what was changed meanwhile. So its identity is compared again before the tail
-   runs, and a function without one must not be part of a tail.
+   runs. A function without one must not be part of a tail, nor one that reads a tensor of its module or class: its own
+   backward may write that.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -179,14 +180,15 @@ def _parts(
 
 
 def _functions(below: Iterable[Node]) -> dict[type, str]:
-    """Returns the custom functions that nodes belong to, with their identities. Raises Refusal if one has none."""
+    """Returns the custom functions that nodes belong to, with their identities. Raises Refusal for Rule 7."""
     functions: dict[type, str] = {}
     for node in below:
         function: Any = getattr(node, "_forward_cls", None)  # none of one in C++
         if is_custom(node) and function is not None and not is_foreign(function.__module__):
-            functions[function] = identity_of_class(function).digest()
-    if "" in functions.values():
-        raise Refusal("a custom function before the last segments reads what can't be compared when it runs later")
+            identity = identity_of_class(function)
+            functions[function] = identity.digest()
+            if identity.tensors or not functions[function]:
+                raise Refusal("a custom function before the last segments reads what may change before it runs")
     return functions
 
 
