@@ -44,7 +44,7 @@ $(PROMTOOL):
 # Takes the machine's own Chromium, or that in BACKHAUL_CHROMIUM; root gets Debian's where there is none.
 test-browser: $(VENV)/.dev
 	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
-	$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup tests/browser --ignore tests/browser/test_screenshots.py
+	$(BIN)/python -m pytest -m browser tests/browser --ignore tests/browser/test_screenshots.py
 
 # The page's pictures in docs/images, from a training on this machine.
 screenshots: $(VENV)/.dev
