@@ -184,7 +184,7 @@ def _functions(below: Iterable[Node]) -> dict[type, str]:
     functions: dict[type, str] = {}
     for node in below:
         function: Any = getattr(node, "_forward_cls", None)  # none of one in C++
-        if is_custom(node) and function is not None and not is_foreign(function.__module__):
+        if is_custom(node) and function not in {None, *functions} and not is_foreign(function.__module__):
             identity = identity_of_class(function)
             functions[function] = identity.digest()
             if identity.tensors or not functions[function]:
