@@ -94,6 +94,22 @@ def test_a_disturbed_block_counts_by_half_and_the_first_one_not_at_all() -> None
     assert shares.speeds == {"worker": pytest.approx(1 / 0.06)}
 
 
+def test_the_split_stays_until_another_is_clearly_shorter() -> None:
+    shares = Shares()
+    shares.measured(block(trainers=4, worker_s=0.03))
+    assert shares.trainers_shares() == [3] * 16
+    slower = next(0.03 + step * 0.0001 for step in range(1, 100) if _best(0.03 + step * 0.0001) != [3] * 16)
+    shares.measured(block(trainers=3, worker_s=slower))
+    assert shares.trainers_shares() == [3] * 16
+    shares.measured(block(trainers=3, worker_s=0.2))
+    assert shares.trainers_shares() == _best(1 / shares.speeds["worker"]) != [3] * 16
+
+
+def _best(worker_s: float) -> list[int]:
+    """The split of such a block that is the shortest without regard to the one before."""
+    return trainers_shares(8, 16, Speeds(0.08, 0.03, [worker_s]))
+
+
 def test_the_bytes_that_may_be_held_back_bound_the_share() -> None:
     shares = Shares(held_bytes=1_000)
     assert shares.trainers_shares() == (0,)

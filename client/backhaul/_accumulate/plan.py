@@ -128,6 +128,13 @@ The first block sends weights and programs, so what it took is replaced by what 
 """
 
 
+MOVES = 0.97
+"""The split moves if that makes a block this much shorter: otherwise measured times that differ a little would move it.
+
+The first block after a move has programs to send, and its times are not those of blocks whose split stays.
+"""
+
+
 class Shares:
     """Chooses the trainer's share for each block from what the blocks before took.
 
@@ -138,6 +145,7 @@ class Shares:
     def __init__(self, held_bytes: int = 0) -> None:
         self._held_bytes = held_bytes
         self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
+        self._shares: Sequence[int] = ()  # that were chosen last for such blocks
         self._forward_s = 0.0  # for a micro-batch, see `Speeds`
         self._trainer_s = 0.0  # for a segment, as measured last
         self._workers_s: dict[str, float] = {}  # the same of each worker, by address
@@ -161,7 +169,12 @@ class Shares:
         most = None
         if self._held_bytes and self._segment_bytes:
             most = max(0, self._held_bytes - self._others_bytes) // self._segment_bytes
-        shares = trainers_shares(self._segments, self._micro_batches, speeds, most)
+        shares: Sequence[int] = trainers_shares(self._segments, self._micro_batches, speeds, most)
+        last = self._shares
+        is_allowed = bool(last) and (most is None or last[-1] <= most)
+        if is_allowed and block_s(shares, self._segments, speeds) > MOVES * block_s(last, self._segments, speeds):
+            shares = last
+        self._shares = shares
         is_retry = shares[0] == self._segments and self._alone >= RETRY_BLOCKS
         return (self._segments - 1,) if is_retry else shares
 
@@ -170,7 +183,7 @@ class Shares:
         if not block.segments:
             return
         if (block.micro_batches, block.chain) != (self._micro_batches, self._segments):
-            self._blocks = 0
+            self._blocks, self._shares = 0, ()
         self._blocks += 1
         self._micro_batches, self._segments = block.micro_batches, block.chain
         self._forward_s = self._mean(self._forward_s, block.others_s / block.micro_batches)
