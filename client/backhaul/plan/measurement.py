@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
 from backhaul._config import Config
 from backhaul.plan.measured import LayerCosts, PlannedWorker, SegmentCosts
 from backhaul.profile.foreign import Watch
 from backhaul.profile.link import LinkProfile, LinkRun
 from backhaul.profile.observed import ObservedSession
-from backhaul.profile.plain import ROUNDS, PlainProfile, measure_plain
+from backhaul.profile.plain import ROUNDS, PlainProfile, PlainRun
 from backhaul.profile.remote import (
     RemoteRun,
     SegmentTimes,
@@ -33,7 +31,7 @@ class WorkerProfile:
         memory_bytes: The memory budget, in bytes.
         differences: What differs between the fingerprints, each with the trainer's value and the worker's.
         link: The link; None if the worker did not run the segments that measure it.
-        runs: The costs of segments of one length or of two; empty if no model was given.
+        runs: The costs of segments of one length or of two.
     """
 
     address: str
@@ -121,27 +119,28 @@ def measure_model(target: Target, config: Config, rounds: int = ROUNDS, watch: W
         BackhaulError: A worker cannot be used.
         SettingError: The model raises an error.
     """
+    plain = PlainRun(target)
     with _named(target):
-        plain = measure_plain(target, rounds)
+        plain.run(rounds)
     computing = compute_threads()
-    workers = tuple(measure_worker(one, target, plain, computing, rounds, watch) for one in _each(config))
-    return ModelMeasurement(plain, workers)
+    workers = tuple(_measure_worker(one, target, plain, computing, rounds, watch) for one in _each(config))
+    return ModelMeasurement(plain.profile(), workers)
 
 
-def measure_worker(
+def _measure_worker(
     config: Config,
-    target: Target | None = None,
-    plain: PlainProfile | None = None,
-    computing: frozenset[int] = frozenset(),
-    rounds: int = ROUNDS,
-    watch: Watch | None = None,
+    target: Target,
+    plain: PlainRun,
+    computing: frozenset[int],
+    rounds: int,
+    watch: Watch | None,
 ) -> WorkerProfile:
-    """Measures a worker and, if there is a model, what a segment of it costs.
+    """Measures a worker, and what a segment of a model costs.
 
     Args:
         config: The settings of the session with one worker.
-        target: The model; None to measure the link only.
-        plain: What the model costs without a worker.
+        target: The model to measure. Its parameters are changed a little.
+        plain: What the model costs without a worker. It is measured again after each length of segments.
         computing: What `compute_threads` returned before the session was opened.
         rounds: Number of measured steps of each length of segments.
         watch: Tells disturbed steps; None if all count.
@@ -150,7 +149,7 @@ def measure_worker(
         BackhaulError: The worker cannot be used.
         SettingError: The model raises an error.
     """
-    device = target.device if target is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = target.device
     runs: list[RemoteRun] = []
     with ObservedSession(replace(config, returns="gradients", telemetry=True)) as session:
         worker_session = session._workers[0].connection.up
@@ -158,12 +157,12 @@ def measure_worker(
             raise WorkerLostError(f"worker {config.worker} takes no session: {session._workers[0].connection.why_down}")
         link = LinkRun(session, device)
         link.run()
-        if target is not None and plain is not None:
-            for length in dict.fromkeys((1, max(1, plain.layers // 2))):
-                runs.append(run := RemoteRun(target, session, length, plain, computing, watch))
-                with _named(target):
-                    run.run(rounds)
-    times = [run.times() for run in runs]
+        for length in dict.fromkeys((1, max(1, len(target.layers) // 2))):
+            runs.append(run := RemoteRun(target, session, length, computing, watch))
+            with _named(target):
+                run.run(rounds)
+                plain.run(rounds)
+    times = [run.times(plain.profile()) for run in runs]
     # Layers that cannot be joined are measured once.
     distinct = {one.segments: one for one in reversed(times)}
     return WorkerProfile(

@@ -8,9 +8,13 @@ NOTE [Validation of plans]
    steps, like that of all costs.
 4. Where each side has a core of its own, steps during which other programs used these cores do not count. A plan with
    too few other steps is shown, but says nothing.
+5. A machine may be faster or slower by a third from one minute to the next. So a measured duration is multiplied by the
+   pace: what a step without checkpointing took when the costs were measured, divided by what it takes just before and
+   after the plan. For the plan without checkpointing this leaves little to compare.
 """
 
 import os
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +35,7 @@ from backhaul.plan.candidates import Candidate
 from backhaul.plan.measured import LayerCosts
 from backhaul.plan.search import PredictedPlan
 from backhaul.profile.foreign import CoreUse, Watch, family, steps_wanted
-from backhaul.profile.plain import synchronise, undisturbed, update
+from backhaul.profile.plain import PlainRun, synchronise, undisturbed, update
 from backhaul.profile.target import Target
 from backhaul_runtime.process.units import size_text
 
@@ -51,7 +55,8 @@ class ValidatedPlan:
     Attributes:
         name: The plan as text.
         predicted_s: Predicted duration of a step, in seconds.
-        measured_s: Measured duration, in seconds.
+        measured_s: Measured duration at the pace at which the costs were measured (Rule 5), in seconds.
+        pace: The pace of the machine beside this plan, relative to that.
         predicted_bytes: Predicted peak of activations and gradients, in bytes.
         measured_bytes: Measured peak, in bytes.
         fallbacks: Number of segments that were meant for a worker but ran on the trainer.
@@ -61,6 +66,7 @@ class ValidatedPlan:
     name: str
     predicted_s: float
     measured_s: float
+    pace: float
     predicted_bytes: int
     measured_bytes: int
     fallbacks: int
@@ -159,7 +165,23 @@ def validate(
         rounds: Number of measured steps of each plan.
         watch: Tells disturbed steps; None if all count.
     """
-    return [_run(target, config, plan, micro_batches, rounds, watch) for plan in chosen(plans, costs)]
+    rows, before_s = [], _plain_s(target, rounds)
+    plain_s = costs.layers * (costs.forward_s + costs.backward_s) + costs.outside_s
+    for plan in chosen(plans, costs):
+        row = _run(target, config, plan, micro_batches, rounds, watch)
+        after_s = _plain_s(target, rounds)
+        pace = plain_s / statistics.mean((before_s, after_s))
+        rows.append(replace(row, measured_s=row.measured_s * pace, pace=pace))
+        before_s = after_s
+    return rows
+
+
+def _plain_s(target: Target, rounds: int) -> float:
+    """Returns the seconds of a micro-batch without checkpointing, on the trainer alone."""
+    run = PlainRun(target)
+    run.run(rounds)
+    plain = run.profile()
+    return plain.layers * (plain.forward_s + plain.backward_s) + plain.outside_forward_s + plain.outside_backward_s
 
 
 def _run(
@@ -194,7 +216,7 @@ def _run(
     is_conclusive = len(quiet_s) >= min(rounds, _ENOUGH)
     measured_s = undisturbed(quiet_s if is_conclusive else durations_s)
     return ValidatedPlan(
-        str(plan.candidate), plan.step_s, measured_s, peak_bytes, measured_bytes, fallbacks, is_conclusive
+        str(plan.candidate), plan.step_s, measured_s, 1.0, peak_bytes, measured_bytes, fallbacks, is_conclusive
     )
 
 
@@ -263,7 +285,7 @@ def is_close(rows: Sequence[ValidatedPlan]) -> bool:
 
 def rows_as_text(rows: Sequence[ValidatedPlan]) -> str:
     """Formats the comparison as a text table."""
-    columns = f"{'predicted':>11}{'measured':>11}{'error':>8}{'peak':>12}{'measured':>12}{'error':>8}"
+    columns = f"{'predicted':>11}{'measured':>11}{'error':>8}{'pace':>7}{'peak':>12}{'measured':>12}{'error':>8}"
     head = f"{'plan that was run':<66}{columns}"
     conclusive = [row for row in rows if row.is_conclusive]
     close = sum(abs(row.error) <= BAR for row in conclusive)
@@ -278,6 +300,7 @@ def rows_as_text(rows: Sequence[ValidatedPlan]) -> str:
             "",
             f"{close} of {len(conclusive)} predicted durations are within {BAR:.0%} of the measured ones.",
             *disturbed,
+            "Measured durations are multiplied by the pace of the machine just then, see docs/doctor.md.",
             "Peaks count activations and gradients, without parameters and the optimizer's state.",
         ]
     )
@@ -287,7 +310,7 @@ def _row_as_text(row: ValidatedPlan) -> str:
     measured = f"{row.measured_s * 1e3:.0f} ms"
     text = (
         f"{row.name:<66}{row.predicted_s * 1e3:>8.0f} ms{measured if row.is_conclusive else f'({measured})':>11}"
-        f"{row.error:>+8.1%}"
+        f"{row.error:>+8.1%}{row.pace:>7.2f}"
         f"{size_text(row.predicted_bytes):>12}{size_text(row.measured_bytes):>12}{row.memory_error:>+8.1%}"
     )
     return text + (f"  ({row.fallbacks} segments fell back)" if row.fallbacks else "")

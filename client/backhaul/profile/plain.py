@@ -127,51 +127,70 @@ def update(parameters: Sequence[nn.Parameter]) -> None:
                 parameter.grad = None
 
 
-def measure_plain(target: Target, rounds: int = ROUNDS) -> PlainProfile:
-    """Measures a model without checkpointing. Changes its parameters a little.
+class PlainRun:
+    """Forwards and backwards of a model without checkpointing. `profile` returns what they cost.
+
+    Run them several times, between other measurements: a machine may be slower for some seconds, and a model that was
+    measured only then would seem to cost more than it does.
 
     Args:
         target: The model to measure.
-        rounds: Number of measured forwards and backwards.
-
-    Raises:
-        Exception: Whatever the model raises.
     """
-    layers, device = target.layers, target.device
-    trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
-    measured = []
-    for number in range(WARM_ROUNDS + rounds):
-        torch.manual_seed(number)
-        measured.append(_round(target, layers, device))
-        update(trained)
-    kept = measured[WARM_ROUNDS:]
-    layer, args, kwargs = kept[0][0].inputs[len(kept[0][0].inputs) // 2]
-    boundary = first_tensor((args, kwargs))
-    saved = [one.layer_bytes // len(layers) for one, _, _ in kept]
-    in_layers = [sum(b - a for a, b in zip(one.entered, one.left, strict=True)) for one, _, _ in kept]
-    backward_in_layers = [_backward_in_layers(one, ends) for one, _, ends in kept]
-    by_layer = _own_tensors(layers)
-    saved_bytes = max(saved)
-    return PlainProfile(
-        layers=len(layers),
-        forward_s=undisturbed(in_layers) / len(layers),
-        backward_s=undisturbed(backward_in_layers) / len(layers),
-        outside_forward_s=max(0.0, undisturbed([took[0] - s for (_, took, _), s in zip(kept, in_layers, strict=True)])),
-        outside_backward_s=max(
-            0.0, undisturbed([took[1] - s for (_, took, _), s in zip(kept, backward_in_layers, strict=True)])
-        ),
-        boundary_bytes=boundary.nbytes if boundary is not None else 0,
-        saved_bytes=saved_bytes,
-        outside_bytes=max(one.outside_bytes for one, _, _ in kept),
-        transient_bytes=_peak_bytes(lambda: _without_gradients(layer, args, kwargs), device),
-        trained_bytes=sum(tensor.nbytes for tensor in by_layer if tensor.requires_grad) // len(layers),
-        frozen_bytes=sum(tensor.nbytes for tensor in by_layer if not tensor.requires_grad) // len(layers),
-        model_bytes=sum(tensor.nbytes for tensor in _own_tensors([target.model])),
-        gradient_bytes=sum(parameter.nbytes for parameter in trained),
-        trained_parameters=sum(parameter.numel() for parameter in trained),
-        tokens=boundary.numel() // max(1, boundary.shape[-1]) if boundary is not None and boundary.dim() else 1,
-        footprint=_footprint(layer, args, kwargs) or Footprint(saved_bytes, saved_bytes, int(_GROWTH * saved_bytes)),
-    )
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._rounds: list[tuple[_Round, tuple[float, float], tuple[float, float]]] = []
+
+    def run(self, rounds: int) -> None:
+        """Runs some rounds after one that does not count. Changes the model's parameters a little.
+
+        Raises:
+            Exception: Whatever the model raises.
+        """
+        target = self._target
+        trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+        for number in range(WARM_ROUNDS + rounds):
+            torch.manual_seed(number)
+            measured = _round(target, target.layers, target.device)
+            update(trained)
+            if number >= WARM_ROUNDS:
+                if self._rounds:
+                    measured[0].inputs.clear()
+                self._rounds.append(measured)
+
+    def profile(self) -> PlainProfile:
+        """Returns what the rounds so far cost. There must be one."""
+        target, kept = self._target, self._rounds
+        layers = target.layers
+        trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
+        layer, args, kwargs = kept[0][0].inputs[len(kept[0][0].inputs) // 2]
+        boundary = first_tensor((args, kwargs))
+        saved = [one.layer_bytes // len(layers) for one, _, _ in kept]
+        in_layers = [sum(b - a for a, b in zip(one.entered, one.left, strict=True)) for one, _, _ in kept]
+        backward_in_layers = [_backward_in_layers(one, ends) for one, _, ends in kept]
+        outside_forward = [took[0] - inside for (_, took, _), inside in zip(kept, in_layers, strict=True)]
+        outside_backward = [took[1] - inside for (_, took, _), inside in zip(kept, backward_in_layers, strict=True)]
+        by_layer = _own_tensors(layers)
+        saved_bytes = max(saved)
+        return PlainProfile(
+            layers=len(layers),
+            forward_s=undisturbed(in_layers) / len(layers),
+            backward_s=undisturbed(backward_in_layers) / len(layers),
+            outside_forward_s=max(0.0, undisturbed(outside_forward)),
+            outside_backward_s=max(0.0, undisturbed(outside_backward)),
+            boundary_bytes=boundary.nbytes if boundary is not None else 0,
+            saved_bytes=saved_bytes,
+            outside_bytes=max(one.outside_bytes for one, _, _ in kept),
+            transient_bytes=_peak_bytes(lambda: _without_gradients(layer, args, kwargs), target.device),
+            trained_bytes=sum(tensor.nbytes for tensor in by_layer if tensor.requires_grad) // len(layers),
+            frozen_bytes=sum(tensor.nbytes for tensor in by_layer if not tensor.requires_grad) // len(layers),
+            model_bytes=sum(tensor.nbytes for tensor in _own_tensors([target.model])),
+            gradient_bytes=sum(parameter.nbytes for parameter in trained),
+            trained_parameters=sum(parameter.numel() for parameter in trained),
+            tokens=boundary.numel() // max(1, boundary.shape[-1]) if boundary is not None and boundary.dim() else 1,
+            footprint=_footprint(layer, args, kwargs)
+            or Footprint(saved_bytes, saved_bytes, int(_GROWTH * saved_bytes)),
+        )
 
 
 def _round(

@@ -101,8 +101,9 @@ def _transport_s(computing: frozenset[int]) -> float:
 @dataclass(slots=True)
 class _Step:
     number: int
-    recorded_s: float
-    upload_s: float
+    forward_s: float  # of the caller's thread, as the next one
+    backward_s: float
+    upload_s: float  # of the other threads in forward, as the next one in backward
     finish_s: float
     step_s: float
     is_quiet: bool = True
@@ -115,7 +116,6 @@ class RemoteRun:
         target: The model to measure.
         session: The open session with the worker.
         segment_layers: Number of layers of a segment.
-        plain: What the model costs without a worker.
         computing: Ids of the threads that compute, from `compute_threads`.
         watch: Tells disturbed steps, which are left out if there are others. None: all steps count.
     """
@@ -125,12 +125,11 @@ class RemoteRun:
         target: Target,
         session: ObservedSession,
         segment_layers: int,
-        plain: PlainProfile,
         computing: frozenset[int],
         watch: Watch | None = None,
     ) -> None:
         self._target, self._session, self._segment_layers = target, session, segment_layers
-        self._plain, self._computing, self._watch = plain, computing, watch
+        self._computing, self._watch = computing, watch
         self._steps: list[_Step] = []
 
     def run(self, rounds: int = ROUNDS) -> None:
@@ -164,16 +163,19 @@ class RemoteRun:
         began_s, transport_s, main_s = perf_counter(), _transport_s(self._computing), thread_time()
         loss = self._target.run()
         synchronise(device)
-        sent_s, recorded_s = _transport_s(self._computing), thread_time() - main_s - self._plain.whole_forward_s
+        sent_s, forward_s = _transport_s(self._computing), thread_time() - main_s
         main_s = thread_time()
         loss.backward()  # type: ignore[no-untyped-call]
         synchronise(device)
         received_s, took_s = _transport_s(self._computing), perf_counter() - began_s
-        checked_s = max(0.0, thread_time() - main_s - self._plain.outside_backward_s)
-        return _Step(0, recorded_s, sent_s - transport_s, received_s - sent_s + checked_s, took_s)
+        return _Step(0, forward_s, thread_time() - main_s, sent_s - transport_s, received_s - sent_s, took_s)
 
-    def times(self) -> SegmentTimes:
-        """Returns what a segment costs. The session must be closed."""
+    def times(self, plain: PlainProfile) -> SegmentTimes:
+        """Returns what a segment costs. The session must be closed.
+
+        Args:
+            plain: What the model costs without a worker.
+        """
         numbers = {step.number for step in self._steps}
         calls = [call for call in self._session.calls if call.step in numbers]
         steps = max(1, len(self._steps))
@@ -183,20 +185,23 @@ class RemoteRun:
         return SegmentTimes(
             layers=self._segment_layers,
             segments=segments,
-            record_s=self._record_s(remote, segments),
+            record_s=self._record_s(plain, remote, segments),
             replay_s=_lane(remote, Lane.LANE_RECOMPUTE),
             replay_backward_s=_lane(remote, Lane.LANE_BACKWARD),
             upload_s=max(0.0, undisturbed([step.upload_s for step in self._steps])) / segments,
-            finish_s=max(0.0, undisturbed([step.finish_s for step in self._steps])) / segments,
+            finish_s=undisturbed(
+                [step.finish_s + max(0.0, step.backward_s - plain.outside_backward_s) for step in self._steps]
+            )
+            / segments,
             step_s=undisturbed([step.step_s for step in self._steps]),
             remote=round(len(remote) / steps),
             reasons={reason: -(-count // steps) for reason, count in reasons.items()},
         )
 
-    def _record_s(self, calls: Sequence[telemetry_pb2.SegmentCall], segments: int) -> float:
+    def _record_s(self, plain: PlainProfile, calls: Sequence[telemetry_pb2.SegmentCall], segments: int) -> float:
         """Returns the time that recording adds to the forward of a segment, in seconds (Rule 1)."""
         if self._target.device.type == "cpu":
-            return max(0.0, undisturbed([step.recorded_s for step in self._steps])) / segments
+            return max(0.0, undisturbed([step.forward_s for step in self._steps]) - plain.whole_forward_s) / segments
         return undisturbed([call.overhead_s for call in calls] or [0.0])
 
 
