@@ -16,7 +16,8 @@ from backhaul._backward.frame import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
-from backhaul_runtime.program.code_identity import identity_of_class, name_of_class
+from backhaul_runtime.program.class_names import name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to

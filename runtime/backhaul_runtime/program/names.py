@@ -21,14 +21,8 @@ import torch
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.code_identity import (
-    identity_of_class,
-    is_foreign,
-    is_found_by_name,
-    name_of_class,
-    plain_name,
-    uses_gradients,
-)
+from backhaul_runtime.program.class_names import is_foreign, is_found_by_name, name_of_class, plain_name
+from backhaul_runtime.program.code_identity import identity_of_class, uses_gradients
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.adapters import TensorMemory, adapter_of, is_fixed, may_change
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, name_of_class, plain_name
+from backhaul_runtime.program.class_names import is_foreign, name_of_class, plain_name
+from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.program import Composite, Ref
 from backhaul_runtime.tensors.layout import unsupported_reason

@@ -27,7 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
-from backhaul_runtime.program.code_identity import identity_of_class, name_of_class, plain_name
+from backhaul_runtime.program.class_names import name_of_class, plain_name
+from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,

@@ -22,13 +22,9 @@ from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
-from backhaul_runtime.program.code_identity import (
-    code_lines,
-    identity_of_class,
-    is_foreign,
-    lines_of_class,
-    name_of_class,
-)
+from backhaul_runtime.program.bytecode import code_lines
+from backhaul_runtime.program.class_names import is_foreign, name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class, lines_of_class
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of

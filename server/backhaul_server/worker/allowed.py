@@ -17,7 +17,8 @@ import torch
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import names_code
 from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.code_identity import identity_of_class, is_foreign, is_found_by_name, name_of_class
+from backhaul_runtime.program.class_names import is_foreign, is_found_by_name, name_of_class
+from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.names import IMPORTS, OfferedNames, names, package_version
 from backhaul_runtime.torch_internals.libraries import (
     defined_ops,

@@ -1,0 +1,67 @@
+"""Reads the bytecode of functions: what it consists of, and what it names."""
+
+import dis
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from backhaul_runtime.program.value_texts import constant_text
+
+_ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
+
+
+def code_lines(code: CodeType) -> Iterator[str]:
+    """Yields lines that are equal for equal code, wherever its file lies."""
+    constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
+    yield f"{code.co_name} {code.co_flags} {code.co_argcount} {code.co_kwonlyargcount} {code.co_posonlyargcount}"
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_cellvars}"
+    yield f"{[constant_text(constant) for constant in constants]}"
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from code_lines(inner)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yields the names of attributes and of variables outside the function in code."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from names_in(inner)
+
+
+def texts_in(code: CodeType) -> Iterator[str]:
+    """Yields the texts in code: `getattr` takes names as texts."""
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from texts_in(constant)
+
+
+def imported_modules(code: CodeType, package: str) -> Iterator[str]:
+    """Yields the names of the modules that code imports when it runs."""
+    level = 0
+    before: list[Any] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            level = before[-2] if len(before) > 1 and isinstance(before[-2], int) else 0
+            parents = package.split(".")[: len(package.split(".")) + 1 - level] if level else []
+            name = ".".join([*parents, *([instruction.argval] if instruction.argval else [])])
+            yield name
+            for attribute in before[-1] if before and isinstance(before[-1], tuple) else ():
+                yield f"{name}.{attribute}"
+        before = [*before[-1:], instruction.argval]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from imported_modules(inner, package)
+
+
+def reads_gradients(code: CodeType) -> bool:
+    """Whether code has the attribute `grad` of anything but `autograd`, or calls `autograd.backward`."""
+    before = None
+    for instruction in dis.get_instructions(code):
+        name, is_attribute = instruction.argval, instruction.opname in _ATTRIBUTES
+        if is_attribute and name in {"grad", "backward"} and (before == "autograd") == (name == "backward"):
+            return True
+        before = name
+    return any(reads_gradients(inner) for inner in code.co_consts if isinstance(inner, CodeType))
