@@ -1,5 +1,6 @@
 """Accumulation blocks around code that hooks, reuses memory, changes modes, or is interrupted."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -16,6 +17,7 @@ from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import Shares
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.accumulation import UncollectedGradients
+from backhaul_runtime.program.code_identity import identity_of_class
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
@@ -127,6 +129,48 @@ class Reusing(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         Reusing.memory.copy_(gradient)
         return Reusing.memory, Reusing.memory
+
+
+class Counting(torch.autograd.Function):
+    """Multiplies in backward by the number of calls so far."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Counting.calls += 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * Counting.calls
+
+
+class Doubling(torch.autograd.Function):
+    """Doubles."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+@pytest.mark.parametrize(("function", "at_once"), [(Counting, MICRO_BATCHES), (Doubling, 1)])
+def test_a_tail_waits_if_its_custom_functions_stay_as_they_are(
+    session: Session, function: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity_of_class(function), "_asked", "")
+
+    def make() -> Model:
+        monkeypatch.setattr(Counting, "calls", 0)
+        return Model(lambda name, y: function.apply(y) if name == "stem" else y)
+
+    assert differing(gradients(session, make), gradients(None, make)) == []
+    blocked = sum((Counter(segment.blocked) for segment in session.report().segments), Counter[str]())
+    assert blocked["a custom function before the last segments reads what may change before it runs"] == at_once
 
 
 @pytest.mark.parametrize("where", ["stem", "segments"])

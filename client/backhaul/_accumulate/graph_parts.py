@@ -20,7 +20,7 @@ NOTE [Parts]
    running statistics does not change, so a batch norm in eval mode must not be part of a tail.
 7. A custom function in the tail may read what was changed meanwhile. So its identity is compared again before the tail
    runs. A function without one must not be part of a tail, nor one that reads a tensor of its module or class: its own
-   backward may write that.
+   backward may write that. Nor one whose identity has changed since the micro-batch before, because it counts its calls.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
@@ -188,7 +188,7 @@ def _functions(below: Iterable[Node]) -> dict[type, str]:
         if is_custom(node) and function not in {None, *functions} and not is_foreign(function.__module__):
             identity = identity_of_class(function)
             functions[function] = identity.digest()
-            if identity.tensors or not functions[function]:
+            if identity.tensors or not functions[function] or identity.has_changed():
                 raise Refusal("a custom function before the last segments reads what may change before it runs")
     return functions
 
