@@ -20,7 +20,7 @@ NOTE [Parts]
    running statistics does not change, so a batch norm in eval mode must not be part of a tail.
 7. A custom function in the tail may read what was changed meanwhile. So its identity is compared again before the tail
    runs. A function without one must not be part of a tail, nor one that reads a tensor of its module or class: its own
-   backward may write that. Nor one whose identity has changed since the micro-batch before, because it counts its calls.
+   backward may write that. Nor one that has changed since the micro-batch before, because it counts its calls.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
