@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -116,8 +117,13 @@ def test_held_memory_is_shown_over_time(dashboard: Dashboard, session: Session) 
         return next((r["held_bytes"][-1] for r in dashboard.api("memory")["runs"] if r["run"] == name), 0)
 
     wait_until(lambda: held_bytes() >= 1 << 20, "it is seen as the run's")
-    (session_shown,) = [s for s in dashboard.items("sessions") if s["run"] == name]
-    assert (session_shown["segments"], session_shown["quota_share"] > 0) == (1, True)
+
+    def session_shown() -> dict[str, Any]:
+        (shown,) = [s for s in dashboard.items("sessions") if s["run"] == name]
+        return shown
+
+    wait_until(lambda: session_shown()["segments"] == 1, "the segment of settle() is released")
+    assert session_shown()["quota_share"] > 0
     held.sum().backward()
 
 
