@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
-from backhaul import BudgetError, ProgramError, SessionUnknownError, TransferError, WorkerLostError
+from backhaul import BudgetError, ProgramError, SegmentUnknownError, SessionUnknownError, TransferError, WorkerLostError
 from backhaul._worker_client.deadlines import AnswerStream, call_unary, error_of
 from backhaul._worker_client.stubs import Stubs
 from backhaul_proto.v1 import (
@@ -226,6 +226,17 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
     request = program_pb2.PutProgramRequest(session=wire.session, program=b"\xff\xff")
     assert isinstance(refused(wire.programs.PutProgram, request, timeout=60), ProgramError)
+
+
+def test_a_save_that_arrives_after_its_release_is_refused_on_both_ways(wire: Wire) -> None:
+    x = torch.randn(4)
+    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
+    save = segment_pb2.SaveSegmentRequest(key=key, program=wire.last_program, sources=[address_of(x)], after_release=6)
+    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key], number=7), timeout=60)
+    assert isinstance(refused(wire.segments.SaveSegment, save, timeout=60), SegmentUnknownError)
+    assert [answer.refused for answer in wire.segments.ShortSaves(iter([save]), timeout=60)] == [True]
+    error = refused(lambda: next(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
+    assert isinstance(error, SegmentUnknownError)
 
 
 def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:

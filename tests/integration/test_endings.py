@@ -18,16 +18,22 @@ import pytest
 import torch
 from torch import nn
 
+import backhaul
 from backhaul import Session
 from backhaul._backward.frame import Frame
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._worker_client.remote_segment import SavedSegment, SavedTensors
+from backhaul._worker_client.segment_upload import SegmentUpload
+from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
 from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from conftest import QUIET_S, settle, wait_until
 from support.bits import grad_of
+from support.flips import on_every_channel
+from support.processes import WorkerProcess
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")
@@ -209,6 +215,59 @@ def test_an_interrupt_loses_no_release(session: Session) -> None:
     session.close()
     assert queued()
     assert uploader._endings._held == {}
+
+
+def test_a_release_that_was_damaged_is_sent_again(worker: WorkerProcess) -> None:
+    damaged = 0
+
+    def damage(direction: str, method: str, data: bytes) -> bytes:
+        nonlocal damaged
+        if (direction, method) != ("up", "ReleaseSegments") or damaged == 2:  # a damaged request is repeated once
+            return data
+        damaged += 1
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    with on_every_channel(damage), backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        session.checkpoint(torch.sin, torch.ones(4, requires_grad=True), returns="gradients").sum().backward()
+        assert session.report().remote == 1
+        wait_until(lambda: segments_of(session, worker) == 0, "the segment is released")
+    assert damaged == 2
+
+
+def segments_of(session: Session, worker: WorkerProcess) -> int:
+    return sum(other.segments for other in worker.telemetry().sessions if other.run == session.run)
+
+
+def test_no_garbage_collection_is_needed_to_release_a_segment(session: Session, returns: str) -> None:
+    uploader = session._workers[0].uploader
+    gc.collect()
+    gc.disable()
+    try:
+        session.checkpoint(lambda x: x.sin().sin(), torch.ones(4, requires_grad=True), returns=returns).sum().backward()
+        assert session.report().remote == 1
+        wait_until(lambda: uploader.segments() == [], "the segment's owner is gone")
+    finally:
+        gc.enable()
+
+
+def test_an_interrupt_before_a_predicted_call_leaves_nothing(
+    session: Session, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear, x, save = nn.Linear(4, 4), torch.randn(2, 4), Uploader.save
+    for _ in range(2):
+        session.checkpoint(linear, x, returns="gradients").sum().backward()
+
+    def interrupt(uploader: Uploader, item: SegmentUpload) -> None:
+        save(uploader, item)
+        assert item.is_predicted
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Uploader, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.checkpoint(linear, x, returns="gradients")
+    settle(session)
+    wait_until(lambda: segments_of(session, worker) == 0, "what was predicted is released")
 
 
 def test_an_ending_that_was_called_off_does_not_come() -> None:

@@ -90,6 +90,40 @@ def test_a_segment_from_save_to_release() -> None:
     with_worker(test)
 
 
+@pytest.mark.parametrize("is_predicted", [False, True])
+def test_a_save_that_its_release_has_overtaken_is_refused(*, is_predicted: bool) -> None:
+    async def test(worker: Worker) -> None:
+        session = worker.open_session("trainer")
+        program = await worker.put_program(session, squaring())
+        address = put(worker, session, torch.ones(4))
+
+        def save(number: int, after_release: int) -> tuple[bool, list[bytes]]:
+            return worker.save(
+                session,
+                number,
+                program,
+                [address],
+                [],
+                [],
+                "",
+                False,
+                is_predicted=is_predicted,
+                after_release=after_release,
+            )
+
+        assert save(1, 0) == (False, [])
+        worker.release(session, [1, 2], 5)
+        worker.release(session, [1], 4)
+        for number in (1, 2):
+            with pytest.raises(SegmentUnknownError, match="given it up"):
+                save(number, 4)
+        assert session.segments == {}
+        assert save(3, 5) == (False, [])
+        assert list(session.segments) == [3]
+
+    with_worker(test)
+
+
 def test_one_computation_for_a_request_that_is_repeated() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")

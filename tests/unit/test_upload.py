@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from backhaul._worker_client import uploader as uploader_module
 from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.lanes import Lanes
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.uploader import MOST_GATHERED, Uploader
 from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
@@ -66,6 +67,9 @@ class FakeLink:
         self.log: list[str] = []
         self.up: WorkerSession | None = GENERATION
         self.troubles: list[str] = []
+        self.why_down = "DOWN"
+        self.released: list[tuple[int, list[int]]] = []  # the number of each release request, and its segments
+        self.saved_after: list[int] = []  # the number of the last release request before each save
         self.missing: list[list[bytes]] = []
         self.sources: list[bytes] = []
         self.programs = self.tensors = self.segments = self.short_saves = self
@@ -73,14 +77,19 @@ class FakeLink:
         self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
         self.PutTensors = Answer(self.log, "tensors", self._put, self.gate)
         self.SaveSegment = Answer(self.log, "save", self._saved, self.gate)
-        self.ReleaseSegments = Answer(self.log, "release", segment_pb2.ReleaseSegmentsResponse(), self.gate)
+        self.ReleaseSegments = Answer(self.log, "release", self._released, self.gate)
 
     def _put(self, messages: list[bytes]) -> tensor_pb2.PutTensorsResponse:
         sent = [tensor_pb2.PutTensorsRequest.FromString(message).tensors for message in messages]
         return tensor_pb2.PutTensorsResponse(addresses=stored(sent))
 
+    def _released(self, request: Any) -> segment_pb2.ReleaseSegmentsResponse:
+        self.released.append((request.number, [key.segment for key in request.keys]))
+        return segment_pb2.ReleaseSegmentsResponse()
+
     def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
         self.sources = list(request.sources)
+        self.saved_after.append(request.after_release)
         return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
 
     def try_call(self, encoded: bytes) -> segment_pb2.SaveSegmentResponse | None:
@@ -101,7 +110,7 @@ class FakeLink:
 
     def stubs(self, worker_session: WorkerSession) -> "FakeLink":
         if worker_session is not self.up:
-            raise WorkerLostError("down", status="DOWN")
+            raise WorkerLostError("down", status=self.why_down)
         return self
 
     def trouble(self, worker_session: WorkerSession, error: WorkerLostError) -> None:
@@ -235,6 +244,53 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     owners.clear()
     wait_until(lambda: connection.log.count("release") == 2, "the first is released")
     uploader.close()
+
+
+def test_a_release_is_sent_until_the_worker_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader_module, "REPEAT_S", 0.01)
+    connection, segments = FakeLink(), list(range(1, 2 * MOST_GATHERED))
+    connection.gate.set()
+    connection.up = None
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    for segment in segments:
+        uploader.release(GENERATION, segment)
+    wait_until(lambda: len(connection.troubles) > MOST_GATHERED, "it is tried again")
+    connection.up = GENERATION
+    wait_until(lambda: sum(len(released) for _, released in connection.released) == len(segments), "all are released")
+    uploader.close()
+    assert connection.released == [(1, segments[:MOST_GATHERED]), (2, segments[MOST_GATHERED:])]
+
+
+def test_a_release_ends_with_its_worker_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader_module, "REPEAT_S", 0.01)
+    connection = FakeLink()
+    connection.gate.set()
+    connection.up, connection.why_down = None, "LOST"
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    uploader.release(GENERATION, 1)
+    wait_until(lambda: connection.troubles == ["LOST"], "the session is found lost")
+    connection.up = GENERATION
+    save = save_of(torch.zeros(10))
+    uploader.save(save)
+    save.saved.result(10)
+    uploader.close()
+    assert (connection.released, connection.troubles) == ([], ["LOST"])
+
+
+def test_a_save_names_the_last_release_before_it() -> None:
+    connection = FakeLink()
+    connection.gate.set()
+    connection.shortly = [None]
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    for number in (1, 2, 3):
+        save = save_of(torch.full((10,), float(number)), number)
+        uploader.save(save)
+        save.saved.result(10)
+        uploader.release(GENERATION, number)
+    wait_until(lambda: len(connection.released) == 3, "all are released")
+    uploader.close()
+    assert connection.released == [(1, [1]), (2, [2]), (3, [3])]
+    assert connection.saved_after == [0, 1, 2]
 
 
 def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

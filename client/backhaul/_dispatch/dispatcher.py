@@ -138,9 +138,12 @@ class Dispatcher:
                 if name := worker_session.allowed.missing(predicted[0].program):
                     raise Refusal(f"the worker {worker.connection.name} does not allow {name}")
                 pending.target = worker, worker_session, number
-                worker.uploader.save(
-                    self._save_of(call, worker.connection, worker_session, number, *predicted, is_predicted=True)
-                )
+                save = self._save_of(call, worker.connection, worker_session, number, *predicted, is_predicted=True)
+                try:
+                    worker.uploader.save(save)
+                except BaseException:  # Ctrl-C, perhaps after the segment was queued: its call will not run
+                    worker.uploader.release(worker_session, number)
+                    raise
             except Refusal as refusal:
                 pending.refusal = refusal
         return pending

@@ -344,41 +344,46 @@ class SavedSegment:
             upcoming_segments=self._reached(),
             expected_s=self._expected_s,
         )
+        # Two nested functions that call each other would be a cycle, and the segment would stay on the worker until the
+        # garbage collector runs.
+        return self._repeated(partial(self._ask_for_saved, request, wanted))
 
-        def ask(offer_lanes: _Offer) -> SavedTensors:
-            request.answer = self._new_answer()
-            method = self._connection.stubs(self.worker_session).segments.Recompute
-            offer = offer_lanes()
-            request.stripes = offer.number
-            stream = self._open(method, request, request.answer, offer, is_lent=True)
-            try:
-                result = stream.result()
+    def _ask_for_saved(
+        self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout], offer_lanes: _Offer
+    ) -> SavedTensors:
+        request.answer = self._new_answer()
+        method = self._connection.stubs(self.worker_session).segments.Recompute
+        offer = offer_lanes()
+        request.stripes = offer.number
+        stream = self._open(method, request, request.answer, offer, is_lent=True)
+        try:
+            result = stream.result()
 
-                def close(stream: AnswerStream[Any]) -> None:
-                    self._closed(stream)
-                    self._log.answered(result.timing, self._connection.clock_offset_s)
-
-                return SavedTensors(
-                    stream,
-                    result,
-                    saved_views(result.views, wanted),
-                    wanted,
-                    close,
-                    self._uploader,
-                    repeat if offer.number else None,
-                )
-            except BaseException:
+            def close(stream: AnswerStream[Any]) -> None:
                 self._closed(stream)
-                raise
+                self._log.answered(result.timing, self._connection.clock_offset_s)
 
-        def repeat(error: WorkerLostError) -> SavedTensors:
-            """Asks once more after a lane has broken while tensors arrived. Raises any other error again."""
-            if error.status != LANE_LOST or not self._connection.recovered(self.worker_session):
-                raise error
-            self._log.retries += 1
-            return ask(_no_lanes)
+            return SavedTensors(
+                stream,
+                result,
+                saved_views(result.views, wanted),
+                wanted,
+                close,
+                self._uploader,
+                partial(self._ask_for_saved_again, request, wanted) if offer.number else None,
+            )
+        except BaseException:
+            self._closed(stream)
+            raise
 
-        return self._repeated(ask)
+    def _ask_for_saved_again(
+        self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout], error: WorkerLostError
+    ) -> SavedTensors:
+        """Asks once more after a lane has broken while tensors arrived. Raises any other error again."""
+        if error.status != LANE_LOST or not self._connection.recovered(self.worker_session):
+            raise error
+        self._log.retries += 1
+        return self._ask_for_saved(request, wanted, _no_lanes)
 
     def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
         return segment_pb2.OperationKey(

@@ -47,6 +47,7 @@ class SegmentSender:
 
     Attributes:
         bytes_per_s: The rate at which large tensors have been sent lately; 0 until one was sent.
+        last_release: The number of the last release request that the uploader has sent; 0 before the first.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class SegmentSender:
         self._compression = compression
         self._watch = watch
         self.bytes_per_s = 0.0
+        self.last_release = 0
 
     @only_in("backhaul-upload")
     def send(self, save: SegmentUpload) -> None:
@@ -107,6 +109,7 @@ class SegmentSender:
             ],
             predicted=save.is_predicted,
             superseded=save.superseded(),
+            after_release=self.last_release,
         )
         derived = {before.source for before in request.predecessors if before.HasField("derived")}
         for _ in range(MAX_ATTEMPTS):

@@ -3,6 +3,13 @@
 One thread per connection sends everything in order. So a segment is released after it was saved, and tensors arrive
 before the segment that names them. Copies of arguments that wait to be sent are bounded in bytes and number; forward
 blocks at the bound.
+
+NOTE [Releases]
+1. A release is sent until the worker has answered it, or has lost the session. It may be repeated, because numbers of
+   segments are not used twice.
+2. A save that was given up may still arrive, over a connection that broke, after the release of its segment. So release
+   requests are numbered, and each save names the last one before it. The worker refuses a save that a later release has
+   overtaken.
 """
 
 import itertools
@@ -23,7 +30,7 @@ from backhaul._worker_client.stored_tensors import StoredTensors
 from backhaul._worker_client.tensor_sender import TensorSender
 from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerLostError
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -32,6 +39,8 @@ logger = logging.getLogger("backhaul")
 GATHER_S = 0.005
 """Seconds within which releases are sent together. In backward there would otherwise be one call per segment."""
 MOST_GATHERED = 16
+REPEAT_S = 1.0
+"""Seconds after which releases without an answer are sent again (Rule 1 of NOTE [Releases])."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +157,21 @@ class Uploader:
 
     @only_in("backhaul-upload")
     def _serve(self) -> None:
-        held: list[_Release] = []
+        held, pause_s = list[_Release](), GATHER_S
         while True:
             item: _Item | DeathNotice | None = None  # nothing of the last item stays alive while this thread waits
             is_soon = True
             try:
-                item = self._queue.get(timeout=GATHER_S if held else None)
+                item = self._queue.get(timeout=pause_s if held else None)
             except queue.Empty:
                 is_soon = False
             if isinstance(item, DeathNotice):
                 item = self._endings.take(item)
             if isinstance(item, _Release):
                 held.append(item)
-            if held and (not isinstance(item, _Release) or len(held) == MOST_GATHERED):
-                self._release(held)
-                held = []
+            if held and (not isinstance(item, _Release) or len(held) >= MOST_GATHERED):
+                held = self._release(held)
+                pause_s = REPEAT_S if held else GATHER_S
             if isinstance(item, SegmentUpload):
                 self._save(item)
             elif callable(item):
@@ -204,23 +213,37 @@ class Uploader:
                 self._room.notify_all()
 
     @only_in("backhaul-upload")
-    def _release(self, releases: Sequence[_Release]) -> None:
+    def _release(self, releases: Sequence[_Release]) -> list[_Release]:
+        """Releases segments. Returns the releases that are due again (Rule 1 of NOTE [Releases])."""
+        due: list[_Release] = []
         for worker_session, group in itertools.groupby(releases, lambda release: release.worker_session):
-            keys = [
-                segment_pb2.OperationKey(
-                    session=worker_session.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
-                )
-                for release in group
-            ]
-            commits = self.uncollected.commits(worker_session)
-            request = segment_pb2.ReleaseSegmentsRequest(keys=keys, commits=commits)
+            left = list(group)
             try:
-                stubs = self._connection.stubs(worker_session)
-                call_unary(stubs.segments.ReleaseSegments, request, self._connection.silence_s)
-                self.uncollected.taken(commits)
+                while left:
+                    self._send_releases(worker_session, left[:MOST_GATHERED])
+                    del left[:MOST_GATHERED]
             except WorkerLostError as error:
-                self._connection.trouble(worker_session, error)  # the worker frees the segments when the lease runs out
+                self._connection.trouble(worker_session, error)
+                due += left if error.status != "LOST" else []
+            except TransferError:  # damaged in transit, twice
+                due += left
             except BackhaulError as error:
                 logger.debug("Segments were not released: %s", error, extra=about(self._connection.run))
             except Exception:  # a bug of ours must not end the thread that forward waits for
                 logger.exception("Segments could not be released.", extra=about(self._connection.run))
+        return due
+
+    @only_in("backhaul-upload")
+    def _send_releases(self, worker_session: WorkerSession, releases: Sequence[_Release]) -> None:
+        stubs = self._connection.stubs(worker_session)
+        keys = [
+            segment_pb2.OperationKey(
+                session=worker_session.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
+            )
+            for release in releases
+        ]
+        commits = self.uncollected.commits(worker_session)
+        self.sender.last_release += 1
+        request = segment_pb2.ReleaseSegmentsRequest(keys=keys, commits=commits, number=self.sender.last_release)
+        call_unary(stubs.segments.ReleaseSegments, request, self._connection.silence_s)
+        self.uncollected.taken(commits)

@@ -129,6 +129,7 @@ class SaveSegmentRequest(_message.Message):
     PREDICTED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    AFTER_RELEASE_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
@@ -138,6 +139,10 @@ class SaveSegmentRequest(_message.Message):
     predicted: _builtins.bool
     """Sent before the call runs, as the last one from there was. The next save of this segment confirms it or replaces it.
     Only the first of the generator states is known then; those that follow are empty.
+    """
+    after_release: _builtins.int
+    """The number of the last release request that the trainer sent in this session before this request. A save that a later
+    release has overtaken is refused: the trainer no longer waits for it, and may never release it again.
     """
     checksum: _builtins.int
     @_builtins.property
@@ -180,11 +185,12 @@ class SaveSegmentRequest(_message.Message):
         predicted: _builtins.bool = ...,
         superseded: _abc.Iterable[_builtins.bytes] | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
+        after_release: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "checksum", b"checksum", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -852,7 +858,10 @@ class ReleaseSegmentsRequest(_message.Message):
 
     KEYS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the release requests of the session from 1."""
     checksum: _builtins.int
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationKey]: ...
@@ -865,11 +874,12 @@ class ReleaseSegmentsRequest(_message.Message):
         *,
         keys: _abc.Iterable[Global___OperationKey] | None = ...,
         commits: Global___Commits | None = ...,
+        number: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "commits", b"commits", "keys", b"keys"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "commits", b"commits", "keys", b"keys", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -199,6 +199,7 @@ class SessionState:
         streams: Number of open long-lived streams.
         own_bytes: Bytes charged to the session itself in the store, without its segments.
         most_segments: The largest number of segments that it had at once.
+        last_release: The largest number of a release request that has arrived.
         is_closed: Whether the session has ended, so that nothing more may be kept for it.
         named_sources: Number of sources that all of its segments name together.
         drift: The largest difference between its results and the worker's that the trainer has measured.
@@ -224,6 +225,7 @@ class SessionState:
     streams: int = 0
     own_bytes: int = 0
     most_segments: int = 0
+    last_release: int = 0
     is_closed: bool = False
     named_sources: int = 0
     drift: float = 0.0

@@ -277,6 +277,7 @@ class Worker:
         derived: Mapping[int, Layout] = {},
         *,
         is_predicted: bool = False,
+        after_release: int = 0,
     ) -> tuple[bool, list[bytes]]:
         """Saves a segment and schedules its replay. A repeated save changes nothing.
 
@@ -295,6 +296,7 @@ class Worker:
             predecessors: The field of `Segment`.
             derived: The layouts of sources that were not sent, because the worker computes them from a predecessor.
             is_predicted: Whether the call has not ended yet.
+            after_release: The number of the last release request that the trainer had sent before this save.
 
         Returns:
             Whether the program is missing, and which tensors are missing. The segment is saved only if neither is.
@@ -303,8 +305,15 @@ class Worker:
             BudgetError: The store has no room for the segment.
             LimitError: The session or the worker has too many segments.
             ProgramError: The lists do not fit the program.
+            SegmentUnknownError: A later release has overtaken the save.
         """
         self._check_draining()
+        # A trainer that gave up a save, and released the segment over another connection, never releases it again.
+        if after_release < session.last_release:
+            raise SegmentUnknownError(
+                f"segment {segment_id} was sent after release {after_release}, and release {session.last_release} "
+                "arrived before it: its trainer has given it up"
+            )
         present = session.segments.get(segment_id)
         if present is not None and (is_predicted or present.is_confirmed):
             return False, []
@@ -459,8 +468,15 @@ class Worker:
         for segment in filter(None, map(session.segments.get, segment_ids)):
             self.engine.speculation.schedule_replay(segment)
 
-    def release(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Frees segments. Ignores unknown segments."""
+    def release(self, session: SessionState, segment_ids: Sequence[int], number: int = 0) -> None:
+        """Frees segments. Ignores unknown segments.
+
+        Args:
+            session: The session of the trainer.
+            segment_ids: The trainer's numbers for the segments.
+            number: The number of the release request. Saves that were sent before it are refused from now on.
+        """
+        session.last_release = max(session.last_release, number)
         for segment in filter(None, map(session.segments.get, segment_ids)):
             self.engine.release(segment)
 

@@ -148,6 +148,7 @@ class SegmentServicer(Servicer):
                 if origin.HasField("derived")
             },
             is_predicted=request.predicted,
+            after_release=request.after_release,
         )
         return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
 
@@ -301,7 +302,7 @@ class SegmentServicer(Servicer):
         if request.commits.backwards:
             self._commit(self.session(request.commits.backwards[0].session), request.commits)
         for key in request.keys:
-            self.worker.release(self.session(key.session), [key.segment])
+            self.worker.release(self.session(key.session), [key.segment], request.number)
         return segment_pb2.ReleaseSegmentsResponse()
 
     @stream
