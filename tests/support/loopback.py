@@ -24,7 +24,7 @@ from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recorder import FixedDigests
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.replay.replay import isolated
 from backhaul_runtime.tensors.digest import address_of

@@ -31,7 +31,7 @@ from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerpr
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recorder import FixedDigests
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.tensors.staging import device_moments

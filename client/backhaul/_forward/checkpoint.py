@@ -37,7 +37,8 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recorder import FixedDigests, Recorder
+from backhaul_runtime.record.contents import FixedDigests
+from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.private import (
     container_node,

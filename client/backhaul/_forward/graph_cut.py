@@ -10,7 +10,8 @@ from torch.autograd.graph import GradientEdge
 from backhaul._forward.reference_counts import unheld_leaves
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import ResultRef
-from backhaul_runtime.record.recorder import FUNCTION_SAVES, Recorder
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.saved_tensors import FUNCTION_SAVES
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.graph_uses import (
     BackwardStage,

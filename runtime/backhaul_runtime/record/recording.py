@@ -1,13 +1,18 @@
 """The result of recording a call: its sources, and the digests of the tensors that autograd saved."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
+from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.names import names
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.layout import Layout
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +119,22 @@ class Recording:
     has_recorded_choices: bool = False
     unrecorded_choices: str = ""
     identities: dict[str, str] = field(default_factory=dict)
+
+    def refuse(self, reason: str) -> None:
+        """Sets the reason why the call can't be a program. If one is set already, it stays."""
+        if self.refusal is None:
+            self.refusal = reason
+
+    def guarded(self, step: Callable[..., T], *args: Any) -> T | None:
+        """Returns the result of a step of recording, or None if it failed, after setting the refusal.
+
+        No exception of recording reaches the call: NOTE [What the recorder relies on], Rule 2.
+        """
+        try:
+            return step(*args)
+        except Exception as error:
+            self.refuse(Refusal.of(error).reason)
+            return None
 
     def changed_function(self) -> str:
         """Returns the name of a custom function that is not what it was in forward; empty if there is none."""

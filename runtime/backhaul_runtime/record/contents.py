@@ -1,0 +1,67 @@
+"""Digests of the contents of tensors, each computed once for as long as the contents can't have changed."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
+from backhaul_runtime.torch_internals.storages import storage_key
+
+
+class FixedDigests:
+    """Digests of parameters that must not change for some time. Any number of threads may use it."""
+
+    def __init__(self) -> None:
+        # With each a reference to its storage, which prevents that torch uses the storage's address again.
+        self._digests: dict[tuple[Any, ...], tuple[Digest, StorageWeakRef]] = {}
+
+    def get(self, key: tuple[Any, ...]) -> Digest | None:
+        """Returns the digest of the contents with this key; None if it is unknown."""
+        known = self._digests.get(key)
+        return None if known is None else known[0]
+
+    def add(self, parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> None:
+        """Notes the digest of a parameter."""
+        self._digests[key] = digest, StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+class Contents:
+    """Takes the digests of what tensors contain. Within an op each is computed once for equal memory and version.
+
+    Args:
+        fixed: Digests of parameters that do not change during the call; None to compute all digests.
+    """
+
+    def __init__(self, fixed: FixedDigests | None) -> None:
+        self._fixed = fixed
+        self._digests = ContentDigests()
+        self._of_this_op: dict[tuple[Any, ...], Digest] = {}
+
+    def digest(self, tensor: Tensor, layout: Layout) -> Digest:
+        """Returns the digest of a tensor's contents, as `content_digest` does."""
+        key = _key(tensor, layout)
+        digest = self._of_this_op.get(key)
+        if digest is None and self._fixed is not None:
+            digest = self._fixed.get(key)
+        if digest is None:
+            with DisablePythonDispatcher(), DisableTorchDispatch():
+                digest = self._of_this_op[key] = self._digests.take(tensor, layout)
+        return digest
+
+    def forget(self) -> None:
+        """Forgets the digests taken so far, because memory may change from here on without a new version."""
+        self._of_this_op.clear()
+
+    def fix(self, tensor: Tensor, layout: Layout, digest: Digest) -> None:
+        """Notes the digest of a captured tensor for later calls, if it is a parameter that does not change."""
+        if self._fixed is not None and isinstance(tensor, nn.Parameter):
+            self._fixed.add(tensor, _key(tensor, layout), digest)
+
+
+def _key(tensor: Tensor, layout: Layout) -> tuple[Any, ...]:
+    """Returns a key for the bytes of a tensor, not for the view: a weight and its transpose have one digest."""
+    start = int(tensor.storage_offset()) * layout.dtype.itemsize
+    return storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor)

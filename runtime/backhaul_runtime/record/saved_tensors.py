@@ -1,0 +1,56 @@
+"""Records the tensors that autograd saves while a call runs."""
+
+from torch import Tensor
+
+from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.record.recording import SavedTensor
+from backhaul_runtime.record.running_call import RunningCall
+from backhaul_runtime.tensors.deferred_digest import digest_of
+from backhaul_runtime.tensors.digest import saved_digest
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals.storages import storage_key
+
+FUNCTION_SAVES = "a custom autograd function saves a tensor"
+"""A refusal without the function's name: when the function saves tensors, the graph has no node of it yet."""
+
+
+class SavedTensorRecorder:
+    """Adds each tensor that autograd saves in a call to the recording, with its digest.
+
+    Args:
+        call: The call that runs.
+    """
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call = call
+
+    def add(self, tensor: Tensor) -> None:
+        """Records a tensor that autograd is about to save. One that can't be recorded is listed without a digest."""
+        call = self._call
+        if not call.op.name:
+            call.recording.refuse(call.functions.refused or FUNCTION_SAVES)
+        saved = call.recording.guarded(self._saved, tensor)
+        if saved is None:
+            kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
+            saved = SavedTensor(b"", call.op.name, kind, -1, 0)
+        call.recording.saved.append(saved)
+
+    def _saved(self, tensor: Tensor) -> SavedTensor:
+        call = self._call
+        try:
+            layout = layout_of(tensor)
+        except UnsupportedTensorError as error:
+            raise Refusal(f"autograd saves a {error.fields['reason']}") from None
+        reads = call.op.reads
+        content = call.contents.digest(tensor, layout) if reads is None else reads
+        source = next(iter(call.sources.at(storage_key(tensor))), -1)
+        is_hidden = source < 0 and call.interior.is_hidden(tensor)
+        if is_hidden:
+            call.opaque.check_kept(call.op.name, tensor)
+            call.interior.add_hidden(tensor)
+        if call.recording.refusal is None:
+            call.builder.note_save()
+        digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
+        saved = SavedTensor(digest, call.op.name, layout, source, offset, is_undefined=reads is not None)
+        saved.sketch = call.choices.sketch(tensor, saved, is_hidden=is_hidden)
+        return saved
