@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import Shares
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.accumulation import UncollectedGradients
-from backhaul_runtime.program.code_identity import identity_of_class
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
@@ -146,31 +145,46 @@ class Counting(torch.autograd.Function):
         return gradient * Counting.calls
 
 
-class Doubling(torch.autograd.Function):
-    """Doubles."""
+class Reversing(torch.autograd.Function):
+    """Multiplies in backward by an entry that a dict on the context has by then."""
+
+    settings: ClassVar[dict[str, float]] = {}
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
+        ctx.settings = Reversing.settings
+        return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
+        return gradient * -ctx.settings["strength"]
 
 
-@pytest.mark.parametrize(("function", "at_once"), [(Counting, MICRO_BATCHES), (Doubling, 1)])
-def test_a_tail_waits_if_its_custom_functions_stay_as_they_are(
-    session: Session, function: Any, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(identity_of_class(function), "_asked", "")
+@torch.library.custom_op("backhaul_blocks::scaled", mutates_args=())
+def scaled(x: Tensor) -> Tensor:
+    """Copies."""
+    return x.clone()
 
+
+def _scaled_backward(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * Reversing.settings["strength"]
+
+
+scaled.register_autograd(_scaled_backward)
+
+
+@pytest.mark.parametrize("function", [Counting.apply, Reversing.apply, scaled])
+def test_a_custom_function_in_a_tail_reads_what_it_reads_without_a_block(session: Session, function: Any) -> None:
     def make() -> Model:
-        monkeypatch.setattr(Counting, "calls", 0)
-        return Model(lambda name, y: function.apply(y) if name == "stem" else y)
+        Counting.calls = 0
+        return Model(lambda name, y: function(y) if name == "stem" else y)
 
-    assert differing(gradients(session, make), gradients(None, make)) == []
+    def strengthen(number: int, model: Model) -> None:
+        Reversing.settings["strength"] = float(number + 1)
+
+    assert differing(gradients(session, make, strengthen), gradients(None, make, strengthen)) == []
     blocked = sum((Counter(segment.blocked) for segment in session.report().segments), Counter[str]())
-    assert blocked["a custom function before the last segments reads what may change before it runs"] == at_once
+    assert blocked["a custom function before the last segments may read what changes before it runs"] == MICRO_BATCHES
 
 
 @pytest.mark.parametrize("where", ["stem", "segments"])

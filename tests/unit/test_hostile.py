@@ -58,6 +58,8 @@ def test_an_lstm_of_other_sizes_is_refused(index: int, value: Any) -> None:
     ("name", "args", "kwargs"),
     [
         ("aten._weight_norm.default", (torch.ones(8, 4), torch.ones(1), 0), {}),
+        ("aten._weight_norm.default", (torch.ones(0), torch.ones(0), 0), {}),
+        ("aten._weight_norm.default", (torch.ones(0, 3), torch.ones(0, 1), 0), {}),
         ("aten.embedding_bag.padding_idx", (torch.ones(4, 4), torch.arange(3), torch.tensor([0, -9, 3])), {}),
         (
             "aten.grid_sampler_2d.default",

@@ -18,13 +18,13 @@ NOTE [Parts]
    tensor subclass may do that.
 6. Where a tensor that the tail has saved is written to meanwhile, its version counter shows it. That of a batch norm's
    running statistics does not change, so a batch norm in eval mode must not be part of a tail.
-7. A custom function in the tail may read what was changed meanwhile. So its identity is compared again before the tail
-   runs. A function without one must not be part of a tail, nor one that reads a tensor of its module or class: its own
-   backward may write that. Nor one that has changed since the micro-batch before, because it counts its calls.
+7. A custom function in the tail may read what was changed meanwhile: values of its module or class, and whatever its
+   forward has kept on the context. So it must not be part of a tail. Nor may one that torch has generated from the
+   functions of a registered op.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ from backhaul._backward.frame import Frame
 from backhaul._forward.graft import GraftEdges, graft_edges, is_own_node
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.class_names import is_foreign
-from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.torch_internals.data_parallel import is_sink
 from backhaul_runtime.torch_internals.graph_uses import is_custom
 from backhaul_runtime.torch_internals.private import leaf_of, reads_running_statistics, sequence_number
@@ -77,7 +76,6 @@ class Parts:
         leaves: All leaves that the loss leads to, by their target, in the order in which autograd completes their
             gradients.
         frames: The frames of all segments that the loss leads to.
-        functions: The custom functions of the tail with their identities (Rule 7).
         may_reuse: Whether the graph has hooks or custom functions, which may write to gradients that they returned.
     """
 
@@ -91,7 +89,6 @@ class Parts:
     leaves: dict[Target, Tensor]
     frames: Sequence[Frame]
     may_reuse: bool
-    functions: Mapping[type, str] = field(default_factory=dict)
 
     def undivided(self, reason: str) -> "Parts":
         """Returns the same graph as one head, because of a reason."""
@@ -156,7 +153,8 @@ def _parts(
             "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
             "communicate, which all ranks must do in the same order"
         )
-    functions = _functions(below)
+    if any(map(_may_read_state, below)):
+        raise Refusal("a custom function before the last segments may read what changes before it runs")
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],
         [(edges.numbers[index], target) for edges in run for index, target in edges.contributions],
@@ -176,21 +174,15 @@ def _parts(
         leaves=leaves,
         frames=frames,
         may_reuse=_may_reuse(everything, hooked, since),
-        functions=functions,
     )
 
 
-def _functions(below: Iterable[Node]) -> dict[type, str]:
-    """Returns the custom functions that nodes belong to, with their identities. Raises Refusal for Rule 7."""
-    functions: dict[type, str] = {}
-    for node in below:
-        function: Any = getattr(node, "_forward_cls", None)  # none of one in C++
-        if is_custom(node) and function not in {None, *functions} and not is_foreign(function.__module__):
-            identity = identity_of_class(function)
-            functions[function] = identity.digest()
-            if identity.tensors or not functions[function] or identity.has_changed():
-                raise Refusal("a custom function before the last segments reads what may change before it runs")
-    return functions
+def _may_read_state(node: Node) -> bool:
+    """Whether a node is of a custom function whose backward may read what changes before it runs (Rule 7)."""
+    function: Any = getattr(node, "_forward_cls", None)  # none of one in C++
+    if not is_custom(node) or function is None:
+        return False
+    return not is_foreign(function.__module__) or function.__module__.startswith("torch._library")
 
 
 def _leaves(everything: Set[Node]) -> dict[Target, Tensor]:

@@ -16,8 +16,6 @@ from backhaul._backward.frame import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
-from backhaul_runtime.program.class_names import name_of_class
-from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
@@ -170,9 +168,7 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
 
 
 def check_functions(parts: Parts) -> None:
-    """Raises AccumulationError if a custom function of a tail is not what it was at `backward`."""
-    changed = (cls for cls, identity in parts.functions.items() if identity_of_class(cls).digest() != identity)
-    _check_function(next(map(name_of_class, changed), ""))
+    """Raises AccumulationError if a custom function of a segment is not what it was at `backward`."""
     for frame in parts.frames:
         _check_function(frame.call.recording.changed_function())
 

@@ -61,16 +61,10 @@ class CodeIdentity:
     def __init__(self, cls: type) -> None:
         self._class = cls
         self._last: tuple[_Walk, str] | None = None  # replaced as a whole
-        self._asked = ""
 
     def digest(self) -> str:
         """Returns the present identity, 32 hexadecimal digits; empty if there is none (Rule 4)."""
         return self._present()[1]
-
-    def has_changed(self) -> bool:
-        """Whether the identity is not the one that it was when this was asked before. The first answer is True."""
-        before, self._asked = self._asked, self.digest()
-        return before != self._asked
 
     @property
     def names(self) -> Set[str]:

@@ -43,9 +43,13 @@ def _division(given: Mapping[str, Any]) -> None:
 
 
 def _weight_norm(given: Mapping[str, Any]) -> None:
-    """The kernel reads the lengths past their end if there are fewer of them than directions."""
+    """The kernel divides by the number of directions, and reads the lengths past their end if there are fewer."""
     direction, length, dim = given["v"], given["g"], given.get("dim", 0)
-    if dim in (0, direction.dim() - 1) and length.numel() != direction.shape[dim]:
+    if not direction.dim() or dim not in (0, direction.dim() - 1):
+        return
+    if not direction.shape[dim]:
+        raise ValueError("weight_norm has no directions")
+    if length.numel() != direction.shape[dim]:
         raise ValueError(
             f"weight_norm has directions of shape {list(direction.shape)} and lengths of shape {list(length.shape)}"
         )
