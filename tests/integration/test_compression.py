@@ -191,7 +191,8 @@ def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(
     assert all(map(partial(uploader.stored.knows, worker_session), bases))
     with grpc.insecure_channel(worker.address) as channel:
         key = segment_pb2.OperationKey(session=worker_session.session, segment=1 << 40)
-        request = segment_pb2.SaveSegmentRequest(key=key, superseded=bases)
+        # Releases of the session must not overtake it.
+        request = segment_pb2.SaveSegmentRequest(key=key, superseded=bases, after_release=1 << 40)
         assert Services(channel).segments.SaveSegment(request, timeout=60).program_missing
     ours.run(session.checkpoint, 1)
     report = session.report()
