@@ -77,9 +77,10 @@ class AccumulatingTraining(Training):
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figures defer_equal, defer_vs_none and defer_keep_vs_none."""
     session = stage.session(returns="gradients")
-    kept = AccumulatingTraining("kept", session.checkpoint, partial(session.accumulate, "keep"))
+    keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
+    kept = AccumulatingTraining("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
     rounds = _rounds(stage, [AccumulatingTraining("none", None), *_pair(session), kept])
-    note = on_trainer(session.report().fallbacks)
+    note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
         of_rounds("defer_vs_none", rounds, ratio_of("deferred", "none"), note),

@@ -145,12 +145,11 @@ def interleave(
     """
     measured = measured or partial(timed, settle_s=plan.settle_s)
     rounds, began_s, pace = Rounds(), time.monotonic(), float(os.environ.get(PACE, "1"))
-    warm = min(plan.warm, 1) if pace < 1 else plan.warm
-    for number in range(warm + plan.most):
+    for number in range(plan.warm + plan.most):
         turn = number % len(variants)
         taken = {v.name: measured(v, cores) for v in (*variants[turn:], *variants[:turn])}
         compare()
-        if number >= warm:
+        if number >= plan.warm:
             rounds.add({name: value for name, (value, _) in taken.items()}, is_quiet=all(q for _, q in taken.values()))
         if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > pace * plan.limit_s):
             break

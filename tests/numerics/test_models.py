@@ -168,5 +168,5 @@ def test_model_in_a_block(
         monkeypatch.setattr(Shares, "trainers_shares", lambda self, shares=shares: shares)
         with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
             ours = _block_of(FAMILIES[name], micro_batches, session, local)
-            assert session.report().fallbacks == 0
+            assert session.report().fallbacks == 0, session.report()
         assert differing(ours, _block_of(FAMILIES[name], micro_batches, None, local)) == []

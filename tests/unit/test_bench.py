@@ -315,12 +315,13 @@ def test_figures_share_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) ->
     assert paces == {"peak_flat": 0.84, "wire": 240 / 300, "growth": 0.0}
 
 
-def test_a_hurried_measurement_ends_earlier_but_has_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hurried_measurement_ends_earlier_but_has_a_round_after_all_warm_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(PACE, "0.0")
-    rounds = interleave(
-        [Alternative("a", lambda: 1.0)], [], Plan(warm=3, limit_s=60.0), measured=lambda *_: (1.0, True)
-    )
-    assert len(rounds.measured) == 1
+    values = iter([(1.0, True), (2.0, True), (3.0, True), (4.0, True)])
+    rounds = interleave([Alternative("a", lambda: 1.0)], [], Plan(warm=3), measured=lambda *_: next(values))
+    assert rounds.measured == [({"a": 4.0}, True)]
 
 
 def arguments(*argv: str) -> argparse.Namespace:
