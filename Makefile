@@ -44,7 +44,7 @@ $(PROMTOOL):
 # Takes the machine's own Chromium, or that in BACKHAUL_CHROMIUM; root gets Debian's where there is none.
 test-browser: $(VENV)/.dev
 	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
-	$(BIN)/python -m pytest -m browser tests/browser --ignore tests/browser/test_screenshots.py
+	$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup tests/browser --ignore tests/browser/test_screenshots.py
 
 # The page's pictures in docs/images, from a training on this machine.
 screenshots: $(VENV)/.dev
@@ -115,7 +115,8 @@ $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PIP) --quiet --editable '.[server,dev]' --editable benchmarks
+	$(PIP) --quiet --no-compile --editable '.[server,dev]' --editable benchmarks
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does, which takes one core: some files are templates
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.

@@ -29,6 +29,8 @@ if WITHOUT_TORCH:
 else:
     import torch
 
+    from support.bits import seed_generators
+
     # Torch's default, set explicitly, because torch 2.11 warns at the first sparse tensor otherwise.
     torch.sparse.check_sparse_tensor_invariants.disable()
 
@@ -42,7 +44,7 @@ def one_thread() -> None:
     """Gives each test one thread and a known state of torch's generators."""
     if not WITHOUT_TORCH:
         torch.set_num_threads(1)
-        torch.manual_seed(0)
+        seed_generators(0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,13 +25,16 @@ expect.set_options(timeout=PATIENCE_MS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What must see the demo train comes first, then the rest in order of what it needs."""
+    """Tests that share a dashboard run in one process. Of these, what must see the demo train comes first."""
 
     def turn(item: pytest.Item) -> int:
         fixtures = getattr(item, "fixturenames", [])
         return 3 if "crowd" in fixtures else 2 if "trained" in fixtures else 0 if "training" in fixtures else 1
 
     items.sort(key=turn)
+    for item in items:
+        if turn(item) != 1:
+            item.add_marker(pytest.mark.xdist_group("crowd" if turn(item) == 3 else "training"))
 
 
 @pytest.fixture(scope="session")

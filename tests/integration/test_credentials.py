@@ -152,7 +152,7 @@ def test_a_token_is_nowhere_to_be_seen(
             with pytest.raises(CredentialError) as caught:
                 connect(guarded.address, token_file=wrong)
         seen += "".join(traceback.format_exception(caught.value)) + f"{caught.value.fields}{caught.value!r}"
-        seen += caught.value.to_bytes().decode(errors="replace") + str(guarded.telemetry(token))
+        seen += caught.value.to_bytes().decode(errors="replace") + f"{guarded.telemetry(token)}{guarded.reports(token)}"
     seen += "".join(record.getMessage() for record in caplog.records)
     assert "GetTelemetry" in seen or "OpenSession" in seen
     assert [secret for secret in (token, read_token(wrong)) if secret in seen] == []

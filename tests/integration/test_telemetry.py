@@ -31,7 +31,7 @@ def train(session: Session, steps: int, **options: object) -> None:
 
 
 def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.TrainerReport]:
-    return [received.report for received in worker.telemetry().reports if received.report.run.id == session.run]
+    return [received.report for received in worker.reports() if received.report.run.id == session.run]
 
 
 @pytest.mark.slow
@@ -143,11 +143,11 @@ def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, wo
 
 
 def test_without_telemetry_nothing_is_told(worker: WorkerProcess) -> None:
-    last = max((report.number for report in worker.telemetry().reports), default=0)
+    last = max((report.number for report in worker.reports()), default=0)
     with backhaul.connect(worker.address, telemetry=False, silence_s=QUIET_S) as session:
         train(session, 2)
         session.step(1.0)
-    assert max((report.number for report in worker.telemetry().reports), default=0) == last
+    assert max((report.number for report in worker.reports()), default=0) == last
 
 
 def test_a_worker_that_is_gone_takes_no_telemetry_and_holds_nobody_up(own_worker: WorkerProcess) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from support.bits import plainly
+from support.bits import plainly, seed_generators
 
 BATCH, LENGTH, WIDTH = 3, 4, 8
 
@@ -260,7 +260,7 @@ class Setting:
 
 def run(setting: Setting, checkpoint: Callable[..., Any]) -> list[Tensor | None] | str:
     """All that must be equal: losses, gradients, buffers, generator state; or what kind of error ended it."""
-    torch.manual_seed(setting.seed)
+    seed_generators(setting.seed)
     modules = nn.ModuleList([RandomModule(names, setting.seed + i) for i, names in enumerate(setting.parts)])
     modules.to(setting.dtype).train(setting.training)
     optimizer = torch.optim.AdamW(modules.parameters(), fused=True)

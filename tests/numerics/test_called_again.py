@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import CheckpointError, Decision, SavedTensorModifiedError, Session, StaleTensorError
-from support.bits import Checkpoint, grad_of, plainly
+from support.bits import Checkpoint, grad_of, plainly, seed_generators
 from support.calls import WIDTH, inputs, same
 
 
@@ -62,7 +62,7 @@ def nested(h: Tensor, w: Tensor) -> Tensor:
 def recurrent(h: Tensor, w: Tensor) -> Tensor:
     if State.draws_first:
         torch.rand(5)
-    torch.manual_seed(2)
+    seed_generators(2)
     lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.5)
     return lstm(Rounded.apply(h * 4) @ w)[0]
 

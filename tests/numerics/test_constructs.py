@@ -9,7 +9,7 @@ import torch
 
 from backhaul import Decision, Session
 from numerics.constructs import CONSTRUCTS, INSIDE, KEPT, Make
-from support.bits import differing, outcome, plainly
+from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
 
 RETURNS = {"gradients": Decision.GRADIENTS, "activations": Decision.ACTIVATIONS}
@@ -18,7 +18,7 @@ OVER_THE_WIRE = ["CTC, lengths as a tensor", "packed LSTM", "Gamma", "foreach in
 
 def compare(make: Make, remote: Loopback | Session, returns: str) -> None:
     """Runs a construct both ways, and compares outputs, gradients, buffers, and the generator's state."""
-    torch.manual_seed(1)
+    seed_generators(1)
     made, x = make()
     module, again = copy.deepcopy(made), copy.deepcopy(made)
     expected = outcome(plainly, module, (x,), {})

@@ -16,7 +16,7 @@ from backhaul._accumulate.plan import Shares
 from backhaul._config import Boundaries, Local
 from conftest import QUIET_S
 from numerics.models import FAMILIES, Family
-from support.bits import differing, plainly, train
+from support.bits import differing, plainly, seed_generators, train
 from support.processes import WorkerProcess
 
 
@@ -141,7 +141,7 @@ def test_the_documentation_says_the_same() -> None:
 
 def _block_of(family: Family, micro_batches: int, session: Session | None, local: Local) -> list[Tensor | None]:
     """Gradients, buffers and the generator's state after an accumulated step, in a block if there is a session."""
-    torch.manual_seed(0)
+    seed_generators(0)
     model = family.build().train()
     if session is not None:
         session.wrap(model, classes(model, family))

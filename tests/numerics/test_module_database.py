@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing._internal.common_modules import module_db
 
-from support.bits import differing, outcome, plainly
+from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
 
 # Why their samples stay on the trainer.
@@ -32,7 +32,7 @@ def test_every_module_of_torchs_database(chunk: int, returns: str, subtests: pyt
 
 
 def check(info: Any, returns: str) -> None:
-    torch.manual_seed(0)
+    seed_generators(0)
     loopback = Loopback()
     compared = 0
     dtype = torch.float64 if "Fractional" in info.name else torch.float32  # its samples fit no other
@@ -41,7 +41,7 @@ def check(info: Any, returns: str) -> None:
         for sample in samples[:6]:
 
             def make(sample: Any = sample, training: bool = training) -> Any:
-                torch.manual_seed(1)
+                seed_generators(1)
                 return info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs).train(
                     training
                 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 
-from support.bits import differing, outcome, plainly
+from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
 
 SAMPLES = 4
@@ -40,7 +40,7 @@ def check(info: Any) -> int:
     dtype = next((d for d in (torch.float32, torch.float64, torch.complex64) if d in info.dtypes), None)
     if dtype is None:
         return 0
-    torch.manual_seed(0)
+    seed_generators(0)
     loopback = Loopback()
     compared = 0
     # In a thread, whose stack is short: torch's database looks through all of pytest's for each sample.

@@ -17,7 +17,7 @@ import backhaul
 from backhaul import Session
 from backhaul._config import LOCALS, Boundaries
 from conftest import QUIET_S, wait_until
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, plainly, seed_generators
 from support.processes import WorkerProcess
 
 WIDTH = 8
@@ -106,7 +106,7 @@ class Net(nn.Module):
 def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[Tensor | None]:
     """Returns losses, gradients of inputs and parameters, and parameters, of steps drawn by the seed."""
     draw = random.Random(seed)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     net = Net(draw).to(draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float64]))
     micro_batches, autocast = draw.randint(1, 5), draw.random() < 0.15
     keeps, to_zeros, wants_input = draw.random() < 0.4, draw.random() < 0.3, draw.random() < 0.3

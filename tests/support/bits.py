@@ -15,6 +15,13 @@ def plainly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def seed_generators(number: int) -> None:
+    """torch.manual_seed for the devices that exist. For each kind that does not, torch keeps a text of the stack."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
 def grad_of(tensor: Tensor) -> Tensor:
     """The gradient of a tensor that must have one."""
     assert tensor.grad is not None
@@ -37,7 +44,7 @@ def train(
         steps: How many.
         optimizer: Of the parameters; without one weights stay.
     """
-    torch.manual_seed(0)
+    seed_generators(0)
     model = build()
     parameters = list(model.parameters())
     stepper = optimizer(parameters) if optimizer is not None and parameters else None
@@ -87,7 +94,7 @@ def outcome(
     leaves, spec = pytree.tree_flatten((args, kwargs))
     fresh = [_fresh(leaf) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten([t * 1 if _takes_gradient(t) else t for t in fresh], spec)
-    torch.manual_seed(2)
+    seed_generators(2)
     outputs = [leaf for leaf in pytree.tree_leaves(checkpoint(function, *args, **kwargs)) if isinstance(leaf, Tensor)]
     roots = [output for output in outputs if output.requires_grad]
     if roots:

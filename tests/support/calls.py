@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backhaul import Decision, Session
 from backhaul._backward.frame import RecordedSegment
-from support.bits import Checkpoint, differing, plainly
+from support.bits import Checkpoint, differing, plainly, seed_generators
 
 WIDTH = 8
 # Torch 2.11 saved what a checkpoint is given by a custom function: transforms refuse that in words of their own, and a
@@ -61,7 +61,7 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def seed() -> None:
-    torch.manual_seed(1)
+    seed_generators(1)
     random.seed(1)
     np.random.seed(1)
 

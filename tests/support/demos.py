@@ -30,7 +30,7 @@ class Demo:
             if line.startswith("serving"):
                 self._is_trained.set()
 
-    def wait(self, timeout_s: float = 90) -> None:
+    def wait(self, timeout_s: float = 180) -> None:
         """Returns once it has trained all steps."""
         assert self._is_trained.wait(timeout_s), "the demo did not end in time"
 

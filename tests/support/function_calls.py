@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.bits import Checkpoint
+from support.bits import Checkpoint, seed_generators
 from support.functions import (
     Casting,
     Dequantized,
@@ -133,7 +133,7 @@ TRAINERS: dict[str, tuple[Body, str]] = {
 
 def trained(body: Body, checkpoint: Checkpoint, steps: int = 2) -> list[Tensor | None]:
     """Returns outputs, gradients and the generator's state of some steps in which a segment calls a function."""
-    torch.manual_seed(3)
+    seed_generators(3)
     results: list[Tensor | None] = []
     w = torch.randn(WIDTH, requires_grad=True)
     for _ in range(steps):

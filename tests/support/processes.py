@@ -19,6 +19,7 @@ from support.nursery import ForkedWorker, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
+_LAST_REPORT = 2**64 - 1
 
 
 class WorkerProcess:
@@ -47,6 +48,7 @@ class WorkerProcess:
     ) -> None:
         nursery()  # before a test counts files
         self._supervised = supervised
+        self._epoch = ""
         options = "--listen", listen, *options
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process: subprocess.Popen[str] | ForkedWorker
@@ -84,21 +86,26 @@ class WorkerProcess:
             time.sleep(0.01)
 
     def telemetry(self, token: str = "") -> telemetry_pb2.GetTelemetryResponse:
-        """The worker as it is now, with all reports that it holds."""
+        """The worker as it is now, without the reports that it holds: those of all earlier tests would be sent."""
+        answer = self._ask(telemetry_pb2.GetTelemetryRequest(epoch=self._epoch, after_report=_LAST_REPORT), token)
+        self._epoch = answer.epoch
+        answer.ClearField("reports")  # a worker that has just started sends them
+        return answer
+
+    def reports(self, token: str = "") -> list[telemetry_pb2.Report]:
+        """All reports that it holds."""
+        request, reports = telemetry_pb2.GetTelemetryRequest(), list[telemetry_pb2.Report]()
+        while True:
+            answer = self._ask(request, token)
+            reports += answer.reports
+            if not answer.has_more_reports:
+                return reports
+            request = telemetry_pb2.GetTelemetryRequest(epoch=answer.epoch, after_report=reports[-1].number)
+
+    def _ask(self, request: telemetry_pb2.GetTelemetryRequest, token: str) -> telemetry_pb2.GetTelemetryResponse:
         with grpc.insecure_channel(self.address) as channel:
             services = Services(channel)
-            request, reports = telemetry_pb2.GetTelemetryRequest(), []
-            while True:
-                answer = services.telemetry.GetTelemetry(
-                    request, timeout=60, wait_for_ready=True, metadata=bearer(token)
-                )
-                reports += answer.reports
-                if not answer.has_more_reports:
-                    break
-                request = telemetry_pb2.GetTelemetryRequest(epoch=answer.epoch, after_report=reports[-1].number)
-            answer.ClearField("reports")
-            answer.reports.extend(reports)
-            return answer
+            return services.telemetry.GetTelemetry(request, timeout=60, wait_for_ready=True, metadata=bearer(token))
 
     def end(self, timeout_s: float = 60) -> str:
         """SIGTERM; returns what it logged."""
