@@ -82,6 +82,7 @@ def _all_gradients(switch: str, calls: Mapping[str, int]) -> OwnCheckpointing:
 
 
 TRANSFORMERS, DIFFUSERS = "gradient_checkpointing_enable", "enable_gradient_checkpointing"
+BOUNDARIES: tuple[Boundaries, ...] = ("send", "derive")
 OWN_CHECKPOINTING = {
     "Llama": _all_gradients(TRANSFORMERS, {"LlamaDecoderLayer.forward": 2}),
     "BERT, bf16 autocast": _all_gradients(TRANSFORMERS, {"BertLayer.forward": 2}),
@@ -154,11 +155,8 @@ def _block_of(family: Family, micro_batches: int, session: Session | None, local
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("boundaries", ["send", "derive"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_model_in_a_block(
-    name: str, boundaries: Boundaries, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_model_in_a_block(name: str, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[tuple[int, tuple[int, ...], Local]] = [
         (2, (0,), "recompute"),
         (4, (1,), "keep"),
@@ -166,7 +164,9 @@ def test_model_in_a_block(
     ]
     for micro_batches, shares, local in ways:
         monkeypatch.setattr(Shares, "trainers_shares", lambda self, shares=shares: shares)
-        with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
-            ours = _block_of(FAMILIES[name], micro_batches, session, local)
-            assert session.report().fallbacks == 0, session.report()
-        assert differing(ours, _block_of(FAMILIES[name], micro_batches, None, local)) == []
+        expected = _block_of(FAMILIES[name], micro_batches, None, local)
+        for boundaries in BOUNDARIES:
+            with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
+                ours = _block_of(FAMILIES[name], micro_batches, session, local)
+                assert session.report().fallbacks == 0, session.report()
+            assert differing(ours, expected) == [], (micro_batches, boundaries)
