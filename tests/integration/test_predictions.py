@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._dispatch import prediction
 from backhaul._dispatch.prediction import CallSite, CallSites
 from backhaul._worker_client.segment_upload import SegmentUpload
 from backhaul._worker_client.uploader import Uploader
@@ -167,6 +168,29 @@ def test_a_call_that_fails_leaves_nothing_behind(session: Session, worker: Worke
             session.checkpoint(module, x).sum().backward()
     settle(session)
     wait_until(lambda: [held.segments for held in worker.telemetry().sessions] == [0], "all are released")
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_ctrl_c_while_a_call_is_learnt_from(session: Session, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """The interrupted call has other sources than those before."""
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def gradient(checkpoint: Checkpoint) -> Tensor | None:
+        x = torch.ones(2, 8, requires_grad=True)
+        checkpoint(layers, x).sum().backward()
+        return x.grad
+
+    for call in range(number + 3):
+        if call == number:
+            layers.append(nn.Linear(8, 8))
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(prediction, "_Source", interrupted)
+                gradient(session.checkpoint)
+        assert differing([gradient(session.checkpoint)], [gradient(plainly)]) == []
+    assert session.report().fallbacks == 0
 
 
 def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: list[bool]) -> None:

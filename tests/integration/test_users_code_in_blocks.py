@@ -267,22 +267,33 @@ def test_gradients_that_share_memory_are_refused(session: Session) -> None:
         gradients(session, make)
 
 
-def test_neighbours_in_one_buffer_do_not_share_memory(session: Session) -> None:
+def in_one_buffer() -> Model:
+    """A model whose gradients are views of one buffer, and have one version counter."""
+    model = Model()
+    memory = torch.ones(sum(parameter.numel() for parameter in model.parameters()))
+    parts = memory.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return model
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_neighbours_in_one_buffer_do_not_share_memory(session: Session, *, is_hooked: bool) -> None:
     def make() -> Model:
-        model = Model()
-        memory = torch.ones(sum(parameter.numel() for parameter in model.parameters()))
-        parts = memory.split([parameter.numel() for parameter in model.parameters()])
-        for parameter, part in zip(model.parameters(), parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        model = in_one_buffer()
+        if is_hooked:
+            model.stem.shift.register_hook(lambda gradient: gradient * 2)
         return model
 
     assert differing(gradients(session, make), gradients(None, make)) == []
 
 
-def test_a_hook_must_leave_the_gradients_of_others_alone(session: Session) -> None:
+@pytest.mark.parametrize("build", [Model, in_one_buffer])
+def test_a_hook_must_leave_the_gradients_of_others_alone(session: Session, build: Callable[[], Model]) -> None:
     def make() -> Model:
-        model = Model()
-        model.head.bias.grad = torch.ones_like(model.head.bias)
+        model = build()
+        if build is Model:
+            model.head.bias.grad = torch.ones_like(model.head.bias)
 
         def halve_another(_: Tensor) -> None:
             assert model.head.bias.grad is not None

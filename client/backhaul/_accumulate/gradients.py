@@ -13,7 +13,7 @@ NOTE [Held back]
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import itemgetter
@@ -25,7 +25,10 @@ from backhaul._accumulate.reductions import Reductions, add_without_hooks, reduc
 from backhaul._torch_api.fsdp import reduces_in_backward
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.tensors.digest import content_digest
+from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.private import accumulation_hooks, has_accumulation_hooks, version_of
+from backhaul_runtime.torch_internals.storages import storage_key
 
 Order = tuple[int, int]
 """The number of a micro-batch, and the position of a leaf in the order of its backward."""
@@ -188,9 +191,11 @@ class HeldGradients:
         present = [held.leaf.grad for held in hooked]
         before = [None if gradient is None else gradient.clone() for gradient in present]
         plain = {id(held.leaf): held for held in held_back if held not in hooked}
+        shared = {storage_key(gradient) for gradient in present if gradient is not None and _has_memory(gradient)}
 
         def states() -> list[object]:
-            return [*[_settings(held.leaf) for held in hooked], *[_state(held.leaf) for held in plain.values()]]
+            plain_states = (_state_beside(held.leaf, shared) for held in plain.values())
+            return [*[_settings(held.leaf) for held in hooked], *plain_states]
 
         present_states = states()
         try:
@@ -224,6 +229,15 @@ class HeldGradients:
 def _state(leaf: Tensor) -> object:
     gradient = leaf.grad
     return _settings(leaf), None if gradient is None else (id(gradient), version_of(gradient))
+
+
+def _state_beside(leaf: Tensor, storages: Set[int]) -> object:
+    """Returns a state that does not change if others write elsewhere in these storages, as into one flat buffer."""
+    gradient = leaf.grad
+    if gradient is None or not _has_memory(gradient) or storage_key(gradient) not in storages:
+        return _state(leaf)
+    # Views of one buffer have one version counter.
+    return _settings(leaf), id(gradient), content_digest(gradient, layout_of(gradient))
 
 
 def _settings(leaf: Tensor) -> object:

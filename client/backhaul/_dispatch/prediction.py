@@ -131,11 +131,11 @@ class CallSite:
         self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
     ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
-        before = self.last
+        before = last = self.last
         numbers = numbers_in(program)
-        if before is None or before.program != program or before.numbers != numbers:
+        if last is None or last.program != program or last.numbers != numbers:
             encoded = encode_program(program)
-            self.last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
+            last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
         sources = [
             _Source(
                 argument := positions.get(id(tensor), -1),
@@ -149,12 +149,11 @@ class CallSite:
             for tensor, source in zip(tensors, recording.sources, strict=True)
         ]
         # A site where every call differs is not worth the work.
-        is_steady = before is self.last and all(map(_Source.is_same, sources, self._sources))
-        self._is_steady = before is None or is_steady
+        is_steady = before is last and all(map(_Source.is_same, sources, self._sources))
         superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
-        self._sources = sources
-        assert self.last is not None
-        return self.last, superseded
+        # No call between these: Ctrl-C leaves all of them as they were, or none.
+        self.last, self._sources, self._is_steady = last, sources, before is None or is_steady
+        return last, superseded
 
     def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
         if is_steady and any(map(_Source.has_unseen_write, now, before)):
