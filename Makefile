@@ -114,9 +114,10 @@ $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
 	@touch $@
 
+# Pip would compile on one core. Templates in some packages cannot be compiled, which is no error.
 $(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --quiet --no-compile --editable '.[server,dev]' --editable benchmarks
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # as pip does, which takes one core: some files are templates
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.

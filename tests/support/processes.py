@@ -19,7 +19,7 @@ from support.nursery import ForkedWorker, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
-_LAST_REPORT = 2**64 - 1
+_BEYOND_ALL_REPORTS = 2**64 - 1
 
 
 class WorkerProcess:
@@ -87,7 +87,9 @@ class WorkerProcess:
 
     def telemetry(self, token: str = "") -> telemetry_pb2.GetTelemetryResponse:
         """The worker as it is now, without the reports that it holds: those of all earlier tests would be sent."""
-        answer = self._ask(telemetry_pb2.GetTelemetryRequest(epoch=self._epoch, after_report=_LAST_REPORT), token)
+        answer = self._ask(
+            telemetry_pb2.GetTelemetryRequest(epoch=self._epoch, after_report=_BEYOND_ALL_REPORTS), token
+        )
         self._epoch = answer.epoch
         answer.ClearField("reports")  # a worker that has just started sends them
         return answer
