@@ -146,14 +146,17 @@ def measure_wire(stage: Stage) -> list[Outcome]:
     values = []
     for _ in range(PLAN.most):
         training.clear_gradients()
-        shares = session._shares["recompute"].trainers_shares()
-        assert shares is not None  # a block was measured
+        share = session._shares["recompute"].trainers_share()
+        assert share is not None  # a block was measured
         before = session.report()
         training.forward_backward()
         after = session.report()
-        sum_bytes = (BLOCKS - shares[0]) * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
+        assert after.block is not None
+        last = after.block.trainer.segments - share * MICRO_BATCHES
+        micro_batches = MICRO_BATCHES - (last == BLOCKS - share)  # without the last one if the trainer has computed it
+        sum_bytes = (BLOCKS - share) * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
         moved = after.up_bytes + after.down_bytes - before.up_bytes - before.down_bytes - sum_bytes
-        values.append(moved / MICRO_BATCHES / (3 * BOUNDARY_BYTES))
+        values.append(moved / micro_batches / (3 * BOUNDARY_BYTES))
     return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from functools import partial
@@ -291,17 +291,25 @@ class Session:
         if local not in LOCALS:
             raise ValueError(f"local={local!r} is not one of {', '.join(map(repr, LOCALS))}")
         shares = self._shares[local]
+
+        def take_last(micro_batch: int, parts: Mapping[str, int], left: Mapping[str, int], own: int) -> int:
+            # The gradients of these segments would count as bytes of an unfinished micro-batch.
+            last = 0 if self.config.deferred_bytes else shares.last_segments(micro_batch, parts, left, own)
+            self._dispatcher.take_last(last)
+            return last
+
         block = AccumulationBlock(
             f"accumulation block {next(self._blocks)} of session {self.run}",
             self._dispatcher.micro_batch_ended,
+            take_last,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
             self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
             self.config.held_bytes,
         )
-        trainers_shares = (0,) if self.config.strict else shares.trainers_shares()
-        accumulating = self._dispatcher.accumulating(trainers_shares, shares.speeds, keeps_share=local == "keep")
+        trainers_share = 0 if self.config.strict else shares.trainers_share()
+        accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, keeps_share=local == "keep")
         with guards.open_block(block), self._only_block(block), accumulating:
             started = perf_counter()
             try:

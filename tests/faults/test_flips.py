@@ -68,7 +68,7 @@ class Steps:
         self.inputs = [torch.randn(2, 8, requires_grad=True), *self.net.parameters()]
         self.collects = collects
         # Else the trainer would soon compute such a small net alone.
-        session._shares["recompute"].trainers_shares = lambda: (0,)  # type: ignore[method-assign]
+        session._shares["recompute"].trainers_share = lambda: 0  # type: ignore[method-assign]
         self.count = itertools.count()
 
     def __call__(self) -> str:

@@ -125,7 +125,7 @@ def blocks(
 
 @pytest.mark.slow
 def test_blocks_where_digests_are_unread(session: Session, reads: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session._shares["recompute"], "trainers_shares", lambda: (0, 0, 0, 1))
+    monkeypatch.setattr(session._shares["recompute"], "trainers_share", lambda: 1)
     torch.manual_seed(1)
     model = build()
     twin = copy.deepcopy(model)
@@ -162,16 +162,17 @@ def test_gradients_on_a_gpu_are_equal(on_gpu: Checkpoint, optimizer: Callable[[A
 
 
 @needs_gpu
-@pytest.mark.parametrize("shares", [(0,), (1,), (0, 0, 1, 3)])
+@pytest.mark.parametrize(("share", "last"), [(0, 0), (1, 0), (0, 2), (1, 1)])
 @pytest.mark.parametrize("local", LOCALS)
 def test_blocks_on_a_gpu(
-    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, shares: tuple[int, ...], local: Local
+    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, share: int, last: int, local: Local
 ) -> None:
     torch.manual_seed(1)
     model = build_on_gpu()
     twin = copy.deepcopy(model)
     with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
-        monkeypatch.setattr(session._shares[local], "trainers_shares", lambda: shares)
+        monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
+        monkeypatch.setattr(session._shares[local], "last_segments", lambda *_: last)
         monkeypatch.setattr(session, "accumulate", partial(session.accumulate, local))
         ours = blocks(session.checkpoint, model, session)
         assert session.report().fallbacks == 0

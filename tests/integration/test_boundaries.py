@@ -32,7 +32,7 @@ BOUNDARY_BYTES = 4 * WIDTH * ROWS
 @pytest.fixture(autouse=True)
 def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives workers all segments: the trainer would soon compute such small ones alone."""
-    monkeypatch.setattr(Shares, "trainers_shares", lambda self: (0,))
+    monkeypatch.setattr(Shares, "trainers_share", lambda self: 0)
 
 
 @pytest.fixture

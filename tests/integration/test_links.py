@@ -70,7 +70,7 @@ def test_sums_of_an_accumulation_block_come_over_all_connections(distant: Distan
         return [grad_of(parameter) for parameter in model.parameters()]
 
     with counted() as passed, connected(distant.address, 4) as session:
-        session._shares["recompute"].trainers_shares = lambda: (0,)  # type: ignore[method-assign]
+        session._shares["recompute"].trainers_share = lambda: 0  # type: ignore[method-assign]
         assert differing(steps(session.checkpoint, session), steps(plainly, None)) == []
         assert session.report().fallbacks == 0
     assert passed["CollectGradients"] > 0

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True, params=[0, 2])
 def share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many of the segments the trainer computes."""
-    monkeypatch.setattr(Shares, "trainers_shares", lambda self: (request.param,))
+    monkeypatch.setattr(Shares, "trainers_share", lambda self: request.param)
     return int(request.param)
 
 

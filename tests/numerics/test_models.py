@@ -157,13 +157,10 @@ def _block_of(family: Family, micro_batches: int, session: Session | None, local
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_model_in_a_block(name: str, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    ways: list[tuple[int, tuple[int, ...], Local]] = [
-        (2, (0,), "recompute"),
-        (4, (1,), "keep"),
-        (8, (0, 0, 0, 0, 0, 1), "recompute"),
-    ]
-    for micro_batches, shares, local in ways:
-        monkeypatch.setattr(Shares, "trainers_shares", lambda self, shares=shares: shares)
+    ways: list[tuple[int, int, int, Local]] = [(2, 0, 0, "recompute"), (4, 1, 0, "keep"), (8, 0, 1, "recompute")]
+    for micro_batches, share, last, local in ways:
+        monkeypatch.setattr(Shares, "trainers_share", lambda self, share=share: share)
+        monkeypatch.setattr(Shares, "last_segments", lambda self, number, *_, last=last: last if number > 5 else 0)
         expected = _block_of(FAMILIES[name], micro_batches, None, local)
         for boundaries in BOUNDARIES:
             with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:

@@ -129,8 +129,9 @@ def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[
         else:
             with pytest.MonkeyPatch.context() as patch:
                 local = LOCALS[seed % 2]
-                shares = sorted(draw.choices(range(4), k=3))
-                patch.setattr(session._shares[local], "trainers_shares", lambda shares=shares: shares)
+                share, *last = draw.choices(range(4), k=4)
+                patch.setattr(session._shares[local], "trainers_share", lambda share=share: share)
+                patch.setattr(session._shares[local], "last_segments", lambda number, *_, last=last: last[number % 3])
                 with session.accumulate(local) as block:
                     run(block)
         results += [None if tensor.grad is None else tensor.grad.clone() for tensor in (*inputs, *net.parameters())]

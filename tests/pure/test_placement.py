@@ -47,25 +47,27 @@ def test_one_worker_gets_everything() -> None:
 def test_the_trainers_share_are_the_first_segments() -> None:
     placement = Placement()
     one_pass(placement, 6, "ab")
-    placement.begin_block((2,))
+    placement.begin_block(2)
     assert one_pass(placement, 6, "ab") == "--aabb"
     assert one_pass(placement, 6, "ab") == "--aabb"
-    placement.begin_block((9,))
+    placement.begin_block(9)
     assert one_pass(placement, 6, "ab") == "------"
     placement.begin_block(None)
     assert one_pass(placement, 6, "ab") == "---aab"
 
 
-def test_a_growing_share_moves_no_segment_to_another_worker() -> None:
+def test_the_last_segments_of_one_pass_move_no_other_segment() -> None:
     placement = Placement()
     one_pass(placement, 6, "ab")
-    placement.begin_block((0, 1, 4))
-    assert placement.is_trainers is False
-    assert one_pass(placement, 6, "ab") == "aaabbb"
+    placement.begin_block(1)
+    assert one_pass(placement, 6, "ab") == "-aaabb"
+    placement.take_last(3)
+    assert one_pass(placement, 6, "ab") == "-aa---"
+    assert one_pass(placement, 6, "ab") == "-aaabb"
+    placement.take_last(9)
     assert placement.is_trainers is True
-    assert one_pass(placement, 6, "ab") == "-aabbb"
-    assert one_pass(placement, 6, "ab") == "----bb"
-    assert one_pass(placement, 6, "ab") == "----bb"
+    assert one_pass(placement, 6, "ab") == "------"
+    placement.take_last(9)
     placement.end_block()
     assert one_pass(placement, 6, "ab") == "aaabbb"
 
@@ -73,7 +75,7 @@ def test_a_growing_share_moves_no_segment_to_another_worker() -> None:
 def test_faster_workers_get_longer_runs() -> None:
     placement = Placement()
     one_pass(placement, 8, "ab")
-    placement.begin_block((0,))
+    placement.begin_block(0)
     assert one_pass(placement, 8, {"a": 1.0, "b": 3.0}) == "aabbbbbb"
     assert one_pass(placement, 8, "a") == "aaaaaaaa"  # a worker was lost since
     assert parts_by_speed(5, [1.0, 1.0, 1.0]) == [2, 2, 1]

@@ -16,7 +16,8 @@ NOTE [Deferred]
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
@@ -57,6 +58,8 @@ class AccumulationBlock:
         name: The name of the block, for messages.
         micro_batch_ended: Called after the forward of each micro-batch. Returns of how many of its segments the trainer
             keeps the activations.
+        take_last: Called before each further micro-batch with what `Shares.last_segments` takes. Returns of how many of
+            the last segments the trainer computes in the head.
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
@@ -83,6 +86,7 @@ class AccumulationBlock:
         self,
         name: str,
         micro_batch_ended: Callable[[], int],
+        take_last: Callable[[int, Mapping[str, int], Mapping[str, int], int], int],
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
         most_open: int = 4,
@@ -92,6 +96,7 @@ class AccumulationBlock:
         self.name = name
         self._thread = os.getpid(), threading.get_ident()
         self._micro_batch_ended = micro_batch_ended
+        self._take_last = take_last
         self._is_ours = is_ours
         self._log = log
         self._most_open, self._deferred_bytes, self._held_bytes = most_open, deferred_bytes, held_bytes
@@ -107,6 +112,8 @@ class AccumulationBlock:
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self.waited_s = self.trainers_s = 0.0
+        self._in_head = 0  # segments of the next micro-batch that belong to its head
+        self._head_s = 0.0  # seconds of the last head without such segments
         self._runs = RemoteRuns(self._gradients, log, self._open)
 
     def report(self, took_s: float) -> BlockReport:
@@ -235,6 +242,23 @@ class AccumulationBlock:
         ):
             self._finish_first()
         self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
+        self._in_head = self._chosen_for_head(parts)
+
+    def _chosen_for_head(self, parts: Parts) -> int:
+        """Chooses how many of the last segments of the next micro-batch the trainer computes, if that is like this."""
+        workers = [uploader_of(segment) for segment in reversed(parts.run)]
+        targets = [target for segment in parts.run for target in {target for _, target in segment.contributions}]
+        # A weight of two segments would be used by the head and by the run, and such a graph is not divided.
+        is_divisible = len(targets) == len(set(targets))
+        if not workers or None in workers or not is_divisible:
+            return 0
+        left = [uploader_of(segment) for micro_batch in self._open for segment in list(micro_batch.segments_left)]
+        return self._take_last(
+            self.micro_batches + 1,
+            Counter(worker.name for worker in workers if worker is not None),
+            Counter(worker.name for worker in left if worker is not None),
+            sum(micro_batch.trainers_segments for micro_batch in self._open),
+        )
 
     @property
     def _open_bytes(self) -> int:
@@ -299,7 +323,7 @@ class AccumulationBlock:
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
-        leaves = parts.leaves.values()
+        leaves, started = parts.leaves.values(), perf_counter()
         with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
             sums = differentiated([loss], None, parts.head, parts)
             if sides := [target for target in parts.sides if target in sums]:
@@ -309,6 +333,11 @@ class AccumulationBlock:
                     parts.shared,
                     parts,
                 )
+        head_s = perf_counter() - started
+        if not self._in_head:
+            self._head_s = head_s
+        elif parts.run:
+            self.trainers_s += max(0.0, head_s - self._head_s)
         return sums
 
     def _plan(self, parts: Parts) -> None:

@@ -233,10 +233,11 @@ def _leading_only_to(ends: Set[Target], nodes: Collection[Node]) -> set[Node]:
 
 
 def _run(segments: Mapping[Node, GraftEdges]) -> tuple[list[GraftEdges], str]:
-    """Returns the grafts of the longest run that begins at the latest segment, and why there is none."""
+    """Returns the grafts of the longest run that begins at the latest segment with a worker, and why there is none."""
     if not segments:
         return [], "no segment of this loss waits for its backward"
-    latest = max(segments, key=sequence_number)
+    on_workers = [node for node, edges in segments.items() if edges.frame.remote is not None]
+    latest = max(on_workers or segments, key=sequence_number)
     run = list[GraftEdges]()
     following: Node | None = latest
     while following is not None:

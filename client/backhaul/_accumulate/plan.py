@@ -1,8 +1,8 @@
 """Which segments of each micro-batch the trainer recomputes itself while workers recompute the others. Pure."""
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from backhaul._dispatch.placement import parts_by_speed
@@ -24,97 +24,132 @@ class Speeds:
     workers_s: Sequence[float]
 
 
-def block_s(shares: Sequence[int], segments: int, speeds: Speeds) -> float:
-    """Returns the seconds that a block takes.
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A block as it is expected.
+
+    Attributes:
+        took_s: Seconds that it takes.
+        last: The number of `last_segments`.
+    """
+
+    took_s: float
+    last: int
+
+
+def planned(
+    share: int, segments: int, micro_batches: int, speeds: Speeds, *, may_take_last: bool = True
+) -> PlannedBlock:
+    """Returns what to expect of a block.
 
     The workers' part of a micro-batch begins after its forward, and the trainer's part after the workers'. Otherwise
     both compute side by side.
 
     Args:
-        shares: For each micro-batch the number of its first segments that the trainer computes itself.
+        share: The number of first segments of each micro-batch that the trainer computes itself.
         segments: The number of segments of a micro-batch.
+        micro_batches: The number of micro-batches of the block.
         speeds: What trainer and workers take.
+        may_take_last: Whether the trainer also computes the `last_segments`.
     """
-    parts = parts_by_speed(segments - shares[0], [1 / seconds for seconds in speeds.workers_s])
-    ends = list(accumulate(parts, initial=shares[0]))
-    remote_s = {
-        share: max(
-            max(0, end - max(begin, share)) * worker_s
-            for (begin, end), worker_s in zip(pairwise(ends), speeds.workers_s, strict=True)
-        )
-        for share in {*shares}
-    }
+    parts = parts_by_speed(segments - share, [1 / seconds for seconds in speeds.workers_s])
     most_open = MORE_OPEN + len(parts)
     now_s = remote_end_s = 0.0
-    unfinished: deque[tuple[float, int]] = deque()
-    for share in shares:
+    last = 0
+    unfinished: deque[tuple[float, float]] = deque()
+    for number in range(micro_batches):
+        own_s = share * speeds.trainer_s
         now_s += speeds.forward_s
-        if share == segments:  # nothing is deferred
-            now_s += share * speeds.trainer_s
-            unfinished.append((0.0, 0))
+        if may_take_last and 0 < number == micro_batches - 1:
+            own_before_s = sum(before_s for _, before_s in unfinished)
+            last = last_segments(share, parts, speeds, remote_end_s - now_s, own_before_s)
+            now_s += last * speeds.trainer_s
+        if share + last == segments:  # nothing is deferred
+            now_s += own_s
+            unfinished.append((0.0, 0.0))
         else:
-            remote_end_s = max(remote_end_s, now_s) + remote_s[share]
-            unfinished.append((remote_end_s, share))
+            remote_end_s = max(remote_end_s, now_s) + _remote_s(parts, speeds, last)
+            unfinished.append((remote_end_s, own_s))
         if len(unfinished) > most_open:
-            ended_s, own = unfinished.popleft()
-            now_s = max(now_s, ended_s) + own * speeds.trainer_s
-    for ended_s, own in unfinished:
-        now_s = max(now_s, ended_s) + own * speeds.trainer_s
-    return now_s
+            ended_s, own_s = unfinished.popleft()
+            now_s = max(now_s, ended_s) + own_s
+    for ended_s, own_s in unfinished:
+        now_s = max(now_s, ended_s) + own_s
+    return PlannedBlock(now_s, last)
 
 
-def trainers_shares(segments: int, micro_batches: int, speeds: Speeds, most: int | None = None) -> list[int]:
+def _remote_s(parts: Sequence[int], speeds: Speeds, last: int) -> float:
+    """Returns the seconds that workers take for a micro-batch, side by side, without its last segments.
+
+    Args:
+        parts: The number of segments of each worker.
+        speeds: What trainer and workers take.
+        last: How many of the last segments the trainer computes.
+    """
+    left = sum(parts) - last
+    return (
+        max(
+            (min(end, left) - begin) * worker_s
+            for (begin, end), worker_s in zip(pairwise(accumulate(parts, initial=0)), speeds.workers_s, strict=True)
+            if begin < left
+        )
+        if left
+        else 0.0
+    )
+
+
+def last_segments(share: int, parts: Sequence[int], speeds: Speeds, remote_s: float, own_s: float) -> int:
+    """Returns how many of the last segments of a block's last micro-batch the trainer computes, so that it ends early.
+
+    It computes them right after the forward, while workers are busy with earlier micro-batches, and its first segments
+    after the workers have finished theirs. It holds back the gradients of such a segment until the block ends.
+
+    Args:
+        share: The number of first segments that the trainer computes in any case.
+        parts: The number of segments of each worker, in the order of the segments.
+        speeds: What trainer and workers take.
+        remote_s: Seconds after the forward that workers will take for earlier micro-batches.
+        own_s: Seconds that the trainer will take for its own segments of earlier micro-batches.
+    """
+
+    def end_s(last: int) -> float:
+        head_s = last * speeds.trainer_s
+        remote_end_s = max(remote_s, head_s) + _remote_s(parts, speeds, last)
+        return max(head_s + own_s, remote_end_s) + share * speeds.trainer_s
+
+    return min(range(sum(parts) + 1), key=end_s)
+
+
+def trainers_share(segments: int, micro_batches: int, speeds: Speeds, held: int | None = None) -> int:
     """Returns how many of the first segments of each micro-batch the trainer computes itself, so that a block is short.
 
-    The numbers never fall within a block, so a segment's gradients are computed by a worker first and by the trainer
-    after that. Thus the sum of the worker's gradients travels once.
+    It is the same number for all micro-batches, so that the gradients of a segment are summed up in one place.
 
     Args:
         segments: The number of segments of a micro-batch.
         micro_batches: The number of micro-batches of a block.
         speeds: What trainer and workers take.
-        most: The largest number that is allowed, which then is the same for all micro-batches; None for any.
+        held: The most segments whose gradients the trainer may hold back; None for any number.
     """
-    top = segments if most is None else min(most, segments)
-    constant = min(range(top + 1), key=lambda share: block_s([share] * micro_batches, segments, speeds))
-    shares = [constant] * micro_batches
-    if most is not None:
-        return shares
-    ways = [_grown([first] * micro_batches, segments, speeds) for first in {constant, max(0, constant - 1)}]
-    grown = min(ways, key=lambda way: block_s(way, segments, speeds))
-    return grown if block_s(grown, segments, speeds) < WORTH * block_s(shares, segments, speeds) else shares
+    most = segments if held is None else min(held, segments)
+    return min(range(most + 1), key=lambda share: expected_s(share, segments, micro_batches, speeds, held is None))
 
 
-def _grown(shares: list[int], segments: int, speeds: Speeds) -> list[int]:
-    """Lets the last numbers grow as long as that makes the block shorter."""
-    most = sum(shares) + segments
-    starts = {len(shares) * eighth // 8 for eighth in range(1, 8)} | {len(shares) - 1}
-    shortest_s = block_s(shares, segments, speeds)
-    for _ in range(MOST_CHANGES):
-        longer = [
-            changed
-            for start in starts
-            if start > 0
-            for more in {1, (segments - shares[start]) // 2, segments - shares[start]}
-            if sum(changed := shares[:start] + [min(share + more, segments) for share in shares[start:]]) <= most
-        ]
-        best = min(longer, key=lambda changed: block_s(changed, segments, speeds), default=shares)
-        best_s = block_s(best, segments, speeds)
-        if best_s >= shortest_s:
-            break
-        shares, shortest_s = best, best_s
-    return shares
+def expected_s(share: int, segments: int, micro_batches: int, speeds: Speeds, may_take_last: bool = True) -> float:
+    """Returns the mean of `planned` if the workers' speeds vary by `SPREAD`. The arguments are those of `planned`."""
+    likely = [replace(speeds, workers_s=[factor * one_s for one_s in speeds.workers_s]) for factor in SPREAD]
+    blocks = [planned(share, segments, micro_batches, one, may_take_last=may_take_last) for one in likely]
+    return sum(block.took_s for block in blocks) / len(blocks)
 
 
 MORE_OPEN = 3
 """A trainer leaves this number of micro-batches unfinished, and one more for each worker: so each worker has one to
 compute, and the trainer has work at the end of a block while it waits for the last ones."""
 
-MOST_CHANGES, WORTH = 8, 0.99
-"""How often the trainer's share may grow within a block, and the ratio of durations that this must reach in all.
+SPREAD = (0.9, 1.0, 1.1)
+"""By which factors the time of a segment on a worker may differ from the measured one.
 
-The trainer holds back the gradients of segments that it takes over, one for each micro-batch, so it takes over no more
-of them than a micro-batch has.
+`last_segments` makes up for that within a block, but only in one direction, so the share must leave room for it.
 """
 
 RETRY_BLOCKS = 16
@@ -145,7 +180,7 @@ class Shares:
     def __init__(self, held_bytes: int = 0) -> None:
         self._held_bytes = held_bytes
         self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
-        self._shares: Sequence[int] = ()  # that were chosen last for such blocks
+        self._share: int | None = None  # that was chosen last for such blocks
         self._forward_s = 0.0  # for a micro-batch, see `Speeds`
         self._trainer_s = 0.0  # for a segment, as measured last
         self._workers_s: dict[str, float] = {}  # the same of each worker, by address
@@ -153,37 +188,58 @@ class Shares:
         self._blocks = 0  # that were measured
         self._segment_bytes = self._others_bytes = 0  # gradients of a segment, and what is held back besides these
 
-    def trainers_shares(self) -> Sequence[int] | None:
+    def trainers_share(self) -> int | None:
         """Returns how many of the first segments of each micro-batch the trainer should compute itself.
 
-        The last number counts for all further micro-batches. None stands for half of the segments, while nothing is
-        known.
+        None stands for half of the segments, while nothing is known.
         """
         if not self._segments:
-            return (0,) if self._held_bytes else None
+            return 0 if self._held_bytes else None
         if not self._workers_s:
-            return (0,)
+            return 0
+        speeds = self._speeds(self._workers_s.values())
+        held = None
+        if self._held_bytes and self._segment_bytes:
+            held = max(0, self._held_bytes - self._others_bytes) // self._segment_bytes
+        share, before = trainers_share(self._segments, self._micro_batches, speeds, held), self._share
+        if before is not None and (held is None or before <= held):
+            now_s, then_s = (
+                expected_s(one, self._segments, self._micro_batches, speeds, held is None) for one in (share, before)
+            )
+            share = before if now_s > MOVES * then_s else share
+        self._share = share
+        is_retry = share == self._segments and self._alone >= RETRY_BLOCKS
+        return self._segments - 1 if is_retry else share
+
+    def last_segments(self, micro_batch: int, parts: Mapping[str, int], left: Mapping[str, int], own: int) -> int:
+        """Returns how many of the last segments of the next micro-batch the trainer should compute itself.
+
+        Args:
+            micro_batch: The number of the next micro-batch in the block, from 1.
+            parts: The number of segments of each worker in the present one, in the order of the segments.
+            left: How many segments of earlier micro-batches each worker has not computed yet.
+            own: How many segments of earlier micro-batches the trainer has not computed yet.
+        """
+        is_known = self._share is not None and parts.keys() <= self._workers_s.keys()
+        if micro_batch != self._micro_batches or self._held_bytes or not is_known:
+            return 0
+        speeds = self._speeds(self._workers_s[name] for name in parts)
+        remote_s = max((count * self._workers_s.get(name, 0.0) for name, count in left.items()), default=0.0)
+        own_s = own * speeds.trainer_s
+        share = self._segments - sum(parts.values())
+        return last_segments(share, list(parts.values()), speeds, remote_s - speeds.forward_s, own_s)
+
+    def _speeds(self, workers_s: Iterable[float]) -> Speeds:
         # Until the trainer has computed a segment: a forward, and a backward of twice its cost.
         trainer_s = self._trainer_s or 3 * self._forward_s / self._segments
-        speeds = Speeds(self._forward_s, trainer_s, list(self._workers_s.values()))
-        most = None
-        if self._held_bytes and self._segment_bytes:
-            most = max(0, self._held_bytes - self._others_bytes) // self._segment_bytes
-        shares: Sequence[int] = trainers_shares(self._segments, self._micro_batches, speeds, most)
-        last = self._shares
-        is_allowed = bool(last) and (most is None or last[-1] <= most)
-        if is_allowed and block_s(shares, self._segments, speeds) > MOVES * block_s(last, self._segments, speeds):
-            shares = last
-        self._shares = shares
-        is_retry = shares[0] == self._segments and self._alone >= RETRY_BLOCKS
-        return (self._segments - 1,) if is_retry else shares
+        return Speeds(self._forward_s, trainer_s, list(workers_s))
 
     def measured(self, block: BlockReport) -> None:
         """Notes what a block took."""
         if not block.segments:
             return
         if (block.micro_batches, block.chain) != (self._micro_batches, self._segments):
-            self._blocks, self._shares = 0, ()
+            self._blocks, self._share = 0, None
         self._blocks += 1
         self._micro_batches, self._segments = block.micro_batches, block.chain
         self._forward_s = self._mean(self._forward_s, block.others_s / block.micro_batches)

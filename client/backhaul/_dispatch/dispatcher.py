@@ -128,7 +128,8 @@ class Dispatcher:
         pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
-        if pending.site.speculation.is_derived:  # a prediction would send what the worker computes itself
+        # A prediction would send what the worker computes itself, or what it does not get.
+        if pending.site.speculation.is_derived or self._placement.is_trainers:
             return pending
         with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
             predicted = pending.site.predict(arguments, self.copies.hold)
@@ -306,19 +307,19 @@ class Dispatcher:
 
     @contextmanager
     def accumulating(
-        self, trainers_shares: Sequence[int] | None, speeds: Mapping[str, float], *, keeps_share: bool
+        self, trainers_share: int | None, speeds: Mapping[str, float], *, keeps_share: bool
     ) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
         Args:
-            trainers_shares: How many of the first segments of each micro-batch no worker gets; see
+            trainers_share: How many of the first segments of each micro-batch no worker gets; see
                 `Placement.begin_block`.
             speeds: The relative speeds of workers, by address. They count if all workers have one.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
             self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
-            self._placement.begin_block(trainers_shares)
+            self._placement.begin_block(trainers_share)
             self._speeds = speeds
         try:
             yield
@@ -334,6 +335,11 @@ class Dispatcher:
             self._placement.backward()
             kept, self._kept = self._kept, 0
             return kept
+
+    def take_last(self, segments: int) -> None:
+        """Lets no worker have so many of the last segments of the next micro-batch."""
+        with self._lock:
+            self._placement.take_last(segments)
 
     def _differences(
         self, worker: WorkerHandle, worker_session: WorkerSession, device: str

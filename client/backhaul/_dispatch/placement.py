@@ -123,25 +123,29 @@ class Placement:
         self._index = 0
         self._count = 0
         self._in_backward = False
-        self._passes = 0  # that have begun in the block
-        self._trainers_shares: Sequence[int] | None = (0,)
+        self._trainers_share: int | None = 0
+        self._last_segments = self._next_last_segments = 0
         self._is_in_block = False
         self.ring = Ring()
 
-    def begin_block(self, trainers_shares: Sequence[int] | None) -> None:
+    def begin_block(self, trainers_share: int | None) -> None:
         """Ends the present pass, and sets what the trainer computes itself in the following ones.
 
         Args:
-            trainers_shares: The number of first segments of each pass that no worker gets; the last one counts for all
-                further passes. None for half of them.
+            trainers_share: The number of first segments of each pass that no worker gets; None for half of them.
         """
         self.backward()
-        self._trainers_shares, self._passes, self._is_in_block = trainers_shares, 0, True
+        self._trainers_share, self._is_in_block = trainers_share, True
+        self._next_last_segments = 0
 
     def end_block(self) -> None:
         """Ends the present pass. In the following ones the trainer computes nothing itself."""
-        self.begin_block((0,))
+        self.begin_block(0)
         self._is_in_block = False
+
+    def take_last(self, segments: int) -> None:
+        """Sets how many of the last segments of the next pass, and of no other, no worker gets."""
+        self._next_last_segments = segments
 
     @property
     def position(self) -> int:
@@ -151,13 +155,16 @@ class Placement:
     @property
     def is_trainers(self) -> bool:
         """Whether the trainer computes the next segment of the pass itself."""
-        count = self._index if self._in_backward else self._count
-        return self.position < self._share(count, self._passes if self._in_backward else self._passes - 1)
+        if self._in_backward:
+            return self._is_trainers(0, self._index, self._next_last_segments)
+        return self._is_trainers(self._index, self._count, self._last_segments)
 
-    def _share(self, count: int, number: int) -> int:
-        """Returns the trainer's share of a pass with so many segments, by the number of the pass in its block."""
-        shares = self._trainers_shares
-        return count // 2 if shares is None else min(shares[min(number, len(shares) - 1)], count)
+    def _is_trainers(self, index: int, count: int, last: int) -> bool:
+        return index < self._share(count) or count - last <= index < count
+
+    def _share(self, count: int) -> int:
+        """Returns the trainer's share of a pass with so many segments."""
+        return count // 2 if self._trainers_share is None else min(self._trainers_share, count)
 
     def choose_worker(self, speeds: Mapping[str, float]) -> str | None:
         """Returns the name of the worker for the next segment; None if the trainer computes it itself.
@@ -169,15 +176,14 @@ class Placement:
         if self._in_backward:
             self._in_backward = False
             self._count, self._index = self._index, 0
-            self._passes += 1
+            self._last_segments, self._next_last_segments = self._next_last_segments, 0
         index, self._index = self._index, self._index + 1
-        if index < self._share(self._count, self._passes - 1):
+        if self._is_trainers(index, self._count, self._last_segments):
             return None
         self._adjust(speeds, may_balance=index == 0 or self._count == 0)
         if self._count == 0:
             return sorted(speeds)[index // FIRST_RUN % len(speeds)]
-        # Workers keep the segments of the first pass, so that the sum of a parameter's gradients stays in one place.
-        share = min(index, self._share(self._count, 0))
+        share = self._share(self._count)
         position, segments = min(index, self._count - 1) - share, max(1, self._count - share)
         if not self._is_in_block:
             return self.ring.owner(position, segments)

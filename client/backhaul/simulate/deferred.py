@@ -1,15 +1,15 @@
 """Simulates an accumulation block: the trainer, which goes on while workers finish the backward of micro-batches.
 
-The trainer's share is chosen by the function that a session uses, `trainers_shares`, and the workers' parts by the one
-that places segments, `parts_by_speed`. Imports no torch.
+The trainer's share is chosen by the functions that a session uses, `trainers_share` and `last_segments`, and the
+workers' parts by the one that places segments, `parts_by_speed`. Imports no torch.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_shares
+from backhaul._accumulate.plan import MORE_OPEN, Speeds, last_segments, trainers_share
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
@@ -102,9 +102,11 @@ class _Block:
         self._once_s = (1 - boundaries) * (
             charged * (costs.upload_s + costs.finish_s) + costs.ingest_s + costs.answer_s
         )
-        speeds = Speeds(self._forward_s + setup.segments * self._recorded_s, self._own_s, self._workers_s)
-        self.shares = trainers_shares(setup.segments, setup.micro_batches, speeds)
-        self._parts = parts_by_speed(setup.segments - self.shares[0], setup.speeds)
+        self._speeds = Speeds(self._forward_s + setup.segments * self._recorded_s, self._own_s, self._workers_s)
+        self._share = trainers_share(setup.segments, setup.micro_batches, self._speeds)
+        self.shares = [self._share] * setup.micro_batches
+        self._parts = parts_by_speed(setup.segments - self._share, setup.speeds)
+        self._left = [0] * len(setup.speeds)  # segments that each worker was asked for and has not computed
         self._simulation, self._trainer = Simulation(), SimulatedCore()
         self._queues: list[deque[_Task]] = [deque() for _ in setup.speeds]
         self._arrived = [Event() for _ in setup.speeds]
@@ -124,16 +126,18 @@ class _Block:
         setup, unfinished = self._setup, deque[tuple[Event, int]]()
         for number, part in enumerate(self._parts):
             self._send(self._up[number], part * self._costs.weight_bytes)
-        yield Compute(self._trainer, (setup.segments - self.shares[0]) * self._once_s)
-        for share in self.shares:
-            remote = setup.segments - share
+        yield Compute(self._trainer, (setup.segments - self._share) * self._once_s)
+        for number in range(setup.micro_batches):
+            last = self._last_segments(unfinished) if 0 < number == setup.micro_batches - 1 else 0
+            remote = setup.segments - self._share - last
+            self.shares[number] += last
             recorded = remote if setup.keeps else setup.segments
             besides_s = recorded * self._recorded_s + remote * self._received_s
-            yield Compute(self._trainer, self._forward_s + besides_s)
-            done = self._request(share)
+            yield Compute(self._trainer, self._forward_s + besides_s + last * self._own_s)
+            done = self._request(last)
             if not remote:  # nothing is deferred
-                yield Compute(self._trainer, share * self._own_s)
-            unfinished.append((done, share if remote else 0))
+                yield Compute(self._trainer, self._share * self._own_s)
+            unfinished.append((done, self._share if remote else 0))
             if len(unfinished) > MORE_OPEN + len(setup.speeds):
                 yield from self._finish(*unfinished.popleft())
         while unfinished:
@@ -147,16 +151,27 @@ class _Block:
         yield done
         yield Compute(self._trainer, own * self._own_s)
 
-    def _request(self, share: int) -> Event:
-        """Gives workers their parts of a micro-batch. Returns what happens when the last of them is done."""
-        before, ends = Event(has_happened=True), list(accumulate(self._parts, initial=self.shares[0]))
+    def _last_segments(self, unfinished: Iterable[tuple[Event, int]]) -> int:
+        """Returns how many of the last segments of the last micro-batch the trainer computes."""
+        remote_s = max(left * worker_s for left, worker_s in zip(self._left, self._workers_s, strict=True))
+        own_s = sum(own for _, own in unfinished) * self._own_s
+        return last_segments(self._share, self._parts, self._speeds, remote_s - self._speeds.forward_s, own_s)
+
+    def _request(self, last: int) -> Event:
+        """Gives workers their parts of a micro-batch. Returns what happens when all of them are done.
+
+        Args:
+            last: How many of the last segments of the micro-batch they do not get.
+        """
+        before, ends = Event(has_happened=True), list(accumulate(self._parts, initial=0))
         for number, (begin, end) in enumerate(pairwise(ends)):
-            if (part := end - max(begin, share)) > 0:
+            if (part := min(end, ends[-1] - last) - begin) > 0:
                 # One gradient, and the boundaries that the worker cannot compute itself.
                 tensors = 1 + (1 if self._setup.derives else part)
                 received = self._send(self._up[number], tensors * self._costs.boundary_bytes)
                 task = _Task(before, received, Event(), part)
                 self._queues[number].append(task)
+                self._left[number] += part
                 self._simulation.happens(self._arrived[number])
                 before = task.done
         return before
@@ -171,7 +186,9 @@ class _Block:
             task = self._queues[number].popleft()
             yield task.before
             yield task.received
-            yield Compute(core, task.part * self._workers_s[number])
+            for _ in range(task.part):
+                yield Compute(core, self._workers_s[number])
+                self._left[number] -= 1
             # The worker goes on with the next micro-batch while the gradient is on its way.
             self._send(self._down[number], self._costs.boundary_bytes, task.done)
 

@@ -4,7 +4,7 @@ import math
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-from backhaul._accumulate.plan import MORE_OPEN, Speeds, trainers_shares
+from backhaul._accumulate.plan import MORE_OPEN, Speeds, planned, trainers_share
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul.simulate.costs import Costs
 from backhaul.simulate.fleet.phases import Demand, StepPhase, WorkerShare
@@ -22,20 +22,20 @@ def demand_of_block(costs: Costs, setup: FleetSetup, contention: float) -> Deman
     moved = 0.0 if is_derived else boundary
     forward_s = setup.segments * (rates.forward_s + moved * rates.send_s)
     segment_s = rates.replay_s + rates.backward_s + moved * (rates.ingest_s + rates.answer_s)
-    shares = _shares(setup, forward_s, rates.own_s, segment_s * contention)
-    own_calls = sum(shares)
+    share, last = _chosen(setup, forward_s, rates.own_s, segment_s * contention)
+    own_calls = share * setup.micro_batches + last
     calls = setup.segments * setup.micro_batches - own_calls
-    remote = setup.segments - shares[0]
+    remote = setup.segments - share
     optimizer_s = setup.segments * costs.optimizer_s / setup.trainer_speed
     parts = parts_by_speed(remote, [1.0] * count)
-    ends = list(accumulate(parts, initial=shares[0]))
+    ends = list(accumulate(parts, initial=0))
     computed = [
-        [max(0, end - max(begin, share)) for share in shares] for begin, end in pairwise(ends)
+        [*[end - begin] * (setup.micro_batches - 1), max(0, min(end, remote - last) - begin)]
+        for begin, end in pairwise(ends)
     ]  # by worker and micro-batch
     begin_s = forward_s + setup.latency_s
     # When workers have finished a micro-batch, the trainer computes its share of it.
-    last_share = max((share for share in shares if share < setup.segments), default=0)
-    end_s = setup.latency_s + last_share * rates.own_s + boundary / rates.link
+    end_s = setup.latency_s + (share if remote else 0) * rates.own_s + boundary / rates.link
     asked = []
     for number, parts_of_one in enumerate(computed):
         if not parts_of_one[0]:
@@ -75,7 +75,7 @@ def demand_of_block(costs: Costs, setup: FleetSetup, contention: float) -> Deman
     # After its last forward the trainer computes its share of unfinished micro-batches while workers finish the last.
     unfinished = min(setup.micro_batches, MORE_OPEN + count)
     last_s = sum(parts_of_one[-1] for parts_of_one in computed) * segment_s + 2 * setup.latency_s
-    idle_s = max(0.0, last_s - (unfinished - 1) * shares[-1] * rates.own_s)
+    idle_s = max(0.0, last_s - (unfinished - 1) * share * rates.own_s)
     trainer_s = max(busy_s + idle_s, max(up, down) / rates.trainer_link)
     block_bytes = costs.weight_bytes + rates.trained_bytes + unfinished * 2 * boundary + costs.footprint.ready_bytes
     return Demand(
@@ -92,6 +92,8 @@ def demand_of_block(costs: Costs, setup: FleetSetup, contention: float) -> Deman
 
 
 @lru_cache(maxsize=4096)
-def _shares(setup: FleetSetup, forward_s: float, own_s: float, worker_s: float) -> tuple[int, ...]:
+def _chosen(setup: FleetSetup, forward_s: float, own_s: float, worker_s: float) -> tuple[int, int]:
+    """Returns the trainer's share of each micro-batch, and how many further segments of the last one it computes."""
     speeds = Speeds(forward_s, own_s, [worker_s] * setup.workers_per_session)
-    return tuple(trainers_shares(setup.segments, setup.micro_batches, speeds))
+    share = trainers_share(setup.segments, setup.micro_batches, speeds)
+    return share, planned(share, setup.segments, setup.micro_batches, speeds).last
