@@ -34,11 +34,22 @@ def reports_of(session: Session, worker: WorkerProcess) -> list[telemetry_pb2.Tr
     return [received.report for received in worker.reports() if received.report.run.id == session.run]
 
 
+def told(session: Session, worker: WorkerProcess, *, calls: int, steps: int) -> list[telemetry_pb2.TrainerReport]:
+    """Waits until so many calls and steps are told. The end of a step may be told after the last of its calls."""
+
+    def is_told() -> bool:
+        reports = reports_of(session, worker)
+        counts = sum(len(report.calls) for report in reports), sum(len(report.steps) for report in reports)
+        return counts[0] >= calls and counts[1] >= steps
+
+    wait_until(is_told, "all is told")
+    return reports_of(session, worker)
+
+
 @pytest.mark.slow
 def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProcess, returns: str) -> None:
     train(session, 3, returns=returns)
-    wait_until(lambda: sum(len(report.calls) for report in reports_of(session, worker)) >= 9, "all is told")
-    reports = reports_of(session, worker)
+    reports = told(session, worker, calls=9, steps=3)
     steps = [step for report in reports for step in report.steps]
     calls = [call for report in reports for call in report.calls]
 
@@ -78,8 +89,7 @@ def test_a_block_is_told_with_its_shares_and_micro_batches(session: Session, wor
     session.step()
     session.checkpoint(blocks[0], torch.randn(8, 16, requires_grad=True)).sum().backward()
     session.step()
-    wait_until(lambda: sum(len(report.calls) for report in reports_of(session, worker)) >= 13, "all is told")
-    reports = reports_of(session, worker)
+    reports = told(session, worker, calls=13, steps=2)
     deferred, plain = (step for report in reports for step in report.steps)
     report = session.report().block
     assert report is not None
@@ -106,15 +116,11 @@ def test_why_activations_come_back_is_told(session: Session, worker: WorkerProce
     x = torch.randn(8, requires_grad=True)
     session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()
     session.step(3.5)
-
-    def calls() -> list[telemetry_pb2.SegmentCall]:
-        return [call for report in reports_of(session, worker) for call in report.calls]
-
-    wait_until(lambda: bool(calls()), "it is told")
-    assert "shares memory" in calls()[0].reason
-    assert calls()[0].decision == "activations"
-    steps = [step for report in reports_of(session, worker) for step in report.steps]
-    assert [step.loss for step in steps] == [3.5]
+    reports = told(session, worker, calls=1, steps=1)
+    (call,) = [call for report in reports for call in report.calls]
+    assert "shares memory" in call.reason
+    assert call.decision == "activations"
+    assert [step.loss for report in reports for step in report.steps] == [3.5]
 
 
 @pytest.mark.slow
@@ -122,12 +128,7 @@ def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProces
     x = torch.randn(8, requires_grad=True)
     session.checkpoint(lambda x: TimesOne.apply(x.exp()).sin(), x).sum().backward()
     session.step()
-
-    def calls() -> list[telemetry_pb2.SegmentCall]:
-        return [call for report in reports_of(session, worker) for call in report.calls]
-
-    wait_until(lambda: bool(calls()), "it is told")
-    (call,) = calls()
+    (call,) = [call for report in told(session, worker, calls=1, steps=1) for call in report.calls]
     assert "TimesOne" in call.reason
     assert (call.decision, call.is_fallback) == ("kept", False)
 
@@ -135,7 +136,7 @@ def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProces
 def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, worker: WorkerProcess) -> None:
     held = session.checkpoint(torch.sin, torch.randn(1 << 18, requires_grad=True), returns="gradients")
     settle(session)
-    (reported,) = worker.telemetry().sessions
+    (reported,) = [reported for reported in worker.telemetry().sessions if reported.run == session.run]
     assert reported.held_bytes >= 1 << 20
     assert len(reported.run) == 16
     assert reported.client_version == version()
@@ -143,11 +144,10 @@ def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, wo
 
 
 def test_without_telemetry_nothing_is_told(worker: WorkerProcess) -> None:
-    last = max((report.number for report in worker.reports()), default=0)
     with backhaul.connect(worker.address, telemetry=False, silence_s=QUIET_S) as session:
         train(session, 2)
         session.step(1.0)
-    assert max((report.number for report in worker.reports()), default=0) == last
+    assert reports_of(session, worker) == []
 
 
 def test_a_worker_that_is_gone_takes_no_telemetry_and_holds_nobody_up(own_worker: WorkerProcess) -> None:
