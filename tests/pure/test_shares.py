@@ -44,15 +44,14 @@ def test_another_worker_does_no_harm(segments: int, micro_batches: int, speeds: 
 @given(
     parts=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     speeds=st.builds(Speeds, SECONDS, SECONDS, st.lists(SECONDS, min_size=4, max_size=4)),
-    share=st.integers(0, 8),
     remote_s=st.floats(-10.0, 10.0),
     own_s=SECONDS,
 )
 def test_the_trainer_takes_no_last_segment_that_workers_would_finish_in_time(
-    parts: list[int], speeds: Speeds, share: int, remote_s: float, own_s: float
+    parts: list[int], speeds: Speeds, remote_s: float, own_s: float
 ) -> None:
     speeds = replace(speeds, workers_s=speeds.workers_s[: len(parts)])
-    last = last_segments(share, parts, speeds, remote_s, own_s)
+    last = last_segments(parts, speeds, remote_s, own_s)
     assert 0 <= last <= sum(parts)
     workers_s = max(part * worker_s for part, worker_s in zip(parts, speeds.workers_s, strict=True))
     if max(remote_s, 0.0) + workers_s <= own_s:

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul._observe.report import BlockReport
@@ -53,7 +52,7 @@ def planned(
         may_take_last: Whether the trainer also computes the `last_segments`.
     """
     parts = parts_by_speed(segments - share, [1 / seconds for seconds in speeds.workers_s])
-    most_open = MORE_OPEN + len(parts)
+    remote_s, most_open = _remote_s(parts, speeds), MORE_OPEN + len(parts)
     now_s = remote_end_s = 0.0
     last = 0
     unfinished: deque[tuple[float, float]] = deque()
@@ -62,13 +61,13 @@ def planned(
         now_s += speeds.forward_s
         if may_take_last and 0 < number == micro_batches - 1:
             own_before_s = sum(before_s for _, before_s in unfinished)
-            last = last_segments(share, parts, speeds, remote_end_s - now_s, own_before_s)
+            last = last_segments(parts, speeds, remote_end_s - now_s, own_before_s)
             now_s += last * speeds.trainer_s
         if share + last == segments:  # nothing is deferred
             now_s += own_s
             unfinished.append((0.0, 0.0))
         else:
-            remote_end_s = max(remote_end_s, now_s) + _remote_s(parts, speeds, last)
+            remote_end_s = max(remote_end_s, now_s) + remote_s[segments - share - last]
             unfinished.append((remote_end_s, own_s))
         if len(unfinished) > most_open:
             ended_s, own_s = unfinished.popleft()
@@ -78,46 +77,37 @@ def planned(
     return PlannedBlock(now_s, last)
 
 
-def _remote_s(parts: Sequence[int], speeds: Speeds, last: int) -> float:
-    """Returns the seconds that workers take for a micro-batch, side by side, without its last segments.
+def _remote_s(parts: Sequence[int], speeds: Speeds) -> list[float]:
+    """Returns what workers take for none, one, two and so on up to all of their segments, side by side, in seconds.
 
     Args:
         parts: The number of segments of each worker.
         speeds: What trainer and workers take.
-        last: How many of the last segments the trainer computes.
     """
-    left = sum(parts) - last
-    return (
-        max(
-            (min(end, left) - begin) * worker_s
-            for (begin, end), worker_s in zip(pairwise(accumulate(parts, initial=0)), speeds.workers_s, strict=True)
-            if begin < left
-        )
-        if left
-        else 0.0
-    )
+    taken_s = [0.0]
+    for part, worker_s in zip(parts, speeds.workers_s, strict=True):
+        others_s = taken_s[-1]
+        taken_s += [max(others_s, count * worker_s) for count in range(1, part + 1)]
+    return taken_s
 
 
-def last_segments(share: int, parts: Sequence[int], speeds: Speeds, remote_s: float, own_s: float) -> int:
+def last_segments(parts: Sequence[int], speeds: Speeds, remote_s: float, own_s: float) -> int:
     """Returns how many of the last segments of a block's last micro-batch the trainer computes, so that it ends early.
 
     It computes them right after the forward, while workers are busy with earlier micro-batches, and its first segments
     after the workers have finished theirs. It holds back the gradients of such a segment until the block ends.
 
     Args:
-        share: The number of first segments that the trainer computes in any case.
         parts: The number of segments of each worker, in the order of the segments.
         speeds: What trainer and workers take.
         remote_s: Seconds after the forward that workers will take for earlier micro-batches.
         own_s: Seconds that the trainer will take for its own segments of earlier micro-batches.
     """
-
-    def end_s(last: int) -> float:
+    ends_s = []
+    for last, rest_s in enumerate(reversed(_remote_s(parts, speeds))):
         head_s = last * speeds.trainer_s
-        remote_end_s = max(remote_s, head_s) + _remote_s(parts, speeds, last)
-        return max(head_s + own_s, remote_end_s) + share * speeds.trainer_s
-
-    return min(range(sum(parts) + 1), key=end_s)
+        ends_s.append(max(head_s + own_s, max(remote_s, head_s) + rest_s))
+    return ends_s.index(min(ends_s))
 
 
 def trainers_share(segments: int, micro_batches: int, speeds: Speeds, held: int | None = None) -> int:
@@ -226,8 +216,7 @@ class Shares:
         speeds = self._speeds(self._workers_s[name] for name in parts)
         remote_s = max((count * self._workers_s.get(name, 0.0) for name, count in left.items()), default=0.0)
         own_s = own * speeds.trainer_s
-        share = self._segments - sum(parts.values())
-        return last_segments(share, list(parts.values()), speeds, remote_s - speeds.forward_s, own_s)
+        return last_segments(list(parts.values()), speeds, remote_s - speeds.forward_s, own_s)
 
     def _speeds(self, workers_s: Iterable[float]) -> Speeds:
         # Until the trainer has computed a segment: a forward, and a backward of twice its cost.

@@ -155,7 +155,7 @@ class _Block:
         """Returns how many of the last segments of the last micro-batch the trainer computes."""
         remote_s = max(left * worker_s for left, worker_s in zip(self._left, self._workers_s, strict=True))
         own_s = sum(own for _, own in unfinished) * self._own_s
-        return last_segments(self._share, self._parts, self._speeds, remote_s - self._speeds.forward_s, own_s)
+        return last_segments(self._parts, self._speeds, remote_s - self._speeds.forward_s, own_s)
 
     def _request(self, last: int) -> Event:
         """Gives workers their parts of a micro-batch. Returns what happens when all of them are done.
