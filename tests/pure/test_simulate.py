@@ -176,7 +176,7 @@ def test_blocks_of_many_micro_batches_keep_to_the_law(speeds: list[float]) -> No
 
 def test_few_segments_cannot_be_divided_evenly() -> None:
     predicted = predict_block(FREE, BlockSetup(segments=8, micro_batches=8, speeds=[1.0]))
-    assert (predicted.law, predicted.shares) == (2.0, [*[3] * 7, 4])
+    assert (predicted.law, predicted.shares) == (2.0, [3] * 8)
     assert predicted.whole_units == pytest.approx(32 / 17)  # 8 forwards and 3 of 8 segments, each of three forwards
     assert 1.8 < predicted.speed_up < predicted.whole_units
 

@@ -106,7 +106,9 @@ class _Block:
         self._share = trainers_share(setup.segments, setup.micro_batches, self._speeds)
         self.shares = [self._share] * setup.micro_batches
         self._parts = parts_by_speed(setup.segments - self._share, setup.speeds)
-        self._left = [0] * len(setup.speeds)  # segments that each worker was asked for and has not computed
+        self._until_s = [0.0] * len(
+            setup.speeds
+        )  # when each worker has computed what it was asked for, at the earliest
         self._simulation, self._trainer = Simulation(), SimulatedCore()
         self._queues: list[deque[_Task]] = [deque() for _ in setup.speeds]
         self._arrived = [Event() for _ in setup.speeds]
@@ -153,7 +155,7 @@ class _Block:
 
     def _last_segments(self, unfinished: Iterable[tuple[Event, int]]) -> int:
         """Returns how many of the last segments of the last micro-batch the trainer computes."""
-        remote_s = max(left * worker_s for left, worker_s in zip(self._left, self._workers_s, strict=True))
+        remote_s = max(self._until_s) - self._simulation.now_s
         own_s = sum(own for _, own in unfinished) * self._own_s
         return last_segments(self._parts, self._speeds, remote_s - self._speeds.forward_s, own_s)
 
@@ -171,7 +173,8 @@ class _Block:
                 received = self._send(self._up[number], tensors * self._costs.boundary_bytes)
                 task = _Task(before, received, Event(), part)
                 self._queues[number].append(task)
-                self._left[number] += part
+                begin_s = max(self._until_s[number], self._simulation.now_s)
+                self._until_s[number] = begin_s + part * self._workers_s[number]
                 self._simulation.happens(self._arrived[number])
                 before = task.done
         return before
@@ -186,9 +189,7 @@ class _Block:
             task = self._queues[number].popleft()
             yield task.before
             yield task.received
-            for _ in range(task.part):
-                yield Compute(core, self._workers_s[number])
-                self._left[number] -= 1
+            yield Compute(core, task.part * self._workers_s[number])
             # The worker goes on with the next micro-batch while the gradient is on its way.
             self._send(self._down[number], self._costs.boundary_bytes, task.done)
 
