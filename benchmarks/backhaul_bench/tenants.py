@@ -27,7 +27,8 @@ from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import encode_all
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 Pipes = tuple[IO[str] | None, IO[str] | None]
 """The standard input and output of a client."""

@@ -16,8 +16,9 @@ from backhaul_runtime.process.credentials import bearer, make_token, read_token
 from backhaul_runtime.tensors.differences import BLOCK_BYTES, BlockEncoder
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.wire.layout_codec import encode_layout
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
-from backhaul_runtime.wire.tensor_stream import EXPANDED_BYTES, OutgoingTensor, batches, encode_layout
+from backhaul_runtime.wire.tensor_batches import EXPANDED_BYTES, OutgoingTensor, batches
 from support.processes import WorkerProcess
 from support.wire import Services, plain
 

@@ -22,7 +22,7 @@ from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import serialize
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from conftest import QUIET_S, wait_until
 from support.bits import grad_of
 from support.flips import Flips, on_every_channel

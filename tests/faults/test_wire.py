@@ -27,10 +27,11 @@ from backhaul_runtime.program.program import Node, Program, ResultRef, Source, S
 from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.wire import tensor_stream
+from backhaul_runtime.wire import tensor_batches
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import TensorMessage
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from conftest import QUIET_S, wait_until
 from support.bits import grad_of
 from support.processes import WorkerProcess
@@ -93,7 +94,7 @@ def outgoing(tensor: torch.Tensor) -> OutgoingTensor:
 
 
 def batches(outgoing_tensors: Iterable[OutgoingTensor]) -> Iterator[tensor_pb2.TensorBatch]:
-    return map(plain, tensor_stream.batches(outgoing_tensors))
+    return map(plain, tensor_batches.batches(outgoing_tensors))
 
 
 def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: WorkerProcess) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.plan import Shares
-from backhaul._backward.frame import StoredGradient
+from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.deadlines import error_of
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, ReplayError, SegmentUnknownError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.wire.tensor_stream import encode_layout
+from backhaul_runtime.wire.layout_codec import encode_layout
 from conftest import QUIET_S
 from support.bits import Checkpoint, differing, plainly
 from support.hostile import TIMEOUT_S, Hostile, chain

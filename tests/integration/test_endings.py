@@ -29,7 +29,7 @@ from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from conftest import QUIET_S, settle, wait_until
 from support.bits import grad_of
 from support.flips import on_every_channel

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import backhaul
 from backhaul import Decision, NotRemoteError, Session
-from backhaul_runtime.wire.tensor_stream import _StreamedTensor
+from backhaul_runtime.wire.tensor_receiver import _StreamedTensor
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
 

@@ -23,9 +23,8 @@ from backhaul_runtime.sealing import sealed
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.wire import tensor_stream
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 from support.processes import WorkerProcess
 from support.wire import Services, plain
 
@@ -94,7 +93,7 @@ class Hostile:
         outgoing_tensors = [OutgoingTensor(tensor, layout_of(tensor), address_of(tensor)) for tensor in tensors]
         messages = [
             tensor_pb2.PutTensorsRequest(session=self.session, tensors=plain(batch))
-            for batch in tensor_stream.batches(outgoing_tensors)
+            for batch in batches(outgoing_tensors)
         ]
         self.tensors.PutTensors(iter(messages), timeout=TIMEOUT_S)
         return [outgoing.address for outgoing in outgoing_tensors]

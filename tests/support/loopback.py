@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from backhaul import Session
-from backhaul._backward.frame import RecordedSegment, RemoteAnswer, StoredGradient
+from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
+from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
 from backhaul._dispatch.prediction import CallSite, PendingCall

@@ -18,7 +18,8 @@ from backhaul._worker_client.compression import (
 )
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 COUNT = 4096
 SIZE = 4 * COUNT

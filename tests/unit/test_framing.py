@@ -11,9 +11,11 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.tensors.digest import address_of, content_digest
 from backhaul_runtime.tensors.layout import _DTYPES, _QUANTIZED, Layout, copy_exact, layout_of
 from backhaul_runtime.wire.bundle import bundle, decode_view, encode_view, unbundle
+from backhaul_runtime.wire.layout_codec import decode_layout, encode_layout
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
 from backhaul_runtime.wire.splicing import deserializer, encode_all
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches, decode_layout, encode_layout
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from support.wire import plain
 
 SHAPES: dict[str, Callable[[], Tensor]] = {

@@ -12,7 +12,7 @@ from backhaul_proto.v1 import segment_pb2, session_pb2, tensor_pb2
 from backhaul_runtime.errors import TensorsMissingError, from_bytes
 from backhaul_runtime.sealing import FIELD_NUMBER, SEAL_BYTES, is_sealed, sealed
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, accepted, deserializer, encode_all, serialize
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 from support.wire import METHODS
 
 KINDS = {kind.name: GetMessageClass(kind) for method in METHODS for kind in (method.input_type, method.output_type)}

@@ -13,8 +13,10 @@ from backhaul import TransferError
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.wire.layout_codec import encode_layout
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, FreeList, Outbox, Region, Slot, make_memory, shared_bytes
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches, encode_layout
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 SIZE = 4 * LEAST_BYTES + (64 << 10)
 

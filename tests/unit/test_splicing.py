@@ -21,7 +21,7 @@ from backhaul_runtime.wire.splicing import (
     encode_all,
     serialize,
 )
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 
 read = partial(decode, kind=tensor_pb2.PutTensorsRequest, name="tensors")
 TENSORS = [torch.arange(30_000.0), torch.zeros(0), torch.tensor(2.0)]

@@ -12,7 +12,8 @@ from backhaul_runtime.tensors import staging
 from backhaul_runtime.tensors.layout import layout_of, payload
 from backhaul_runtime.tensors.staging import device_moments, host_pieces, on_side_stream
 from backhaul_runtime.wire.splicing import deserializer, encode_all
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from support.streams import FakeCuda
 from unit.test_framing import SHAPES
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from backhaul import TransferError
 from backhaul_runtime.tensors.digest import address_of
-from backhaul_runtime.wire import tensor_stream
+from backhaul_runtime.wire import tensor_receiver
 from backhaul_runtime.wire.splicing import Batch, Chunk
 from backhaul_runtime.wire.stripes import InTurns, can_stripe, stripes
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, TensorReceiver
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from backhaul_server.worker.rpc import stripes as transfers_module
 from backhaul_server.worker.rpc.stripes import StripedTransfers
 
@@ -102,7 +103,7 @@ def test_tensors_are_declared_once() -> None:
 
 
 def test_the_number_of_gaps_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_stream, "MOST_RANGES", 3)
+    monkeypatch.setattr(tensor_receiver, "MOST_RANGES", 3)
     receiver = receiver_of(TENSOR)
     for number in (2, 4, 6):
         receiver.add(piece(number * 100, number * 100 + 4))

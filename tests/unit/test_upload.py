@@ -20,7 +20,7 @@ from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import device_moments, last_moment
-from backhaul_runtime.wire.tensor_stream import TensorReceiver
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from conftest import wait_until
 from support.streams import FakeCuda
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target
-from backhaul._backward.frame import StoredGradient
+from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from backhaul._backward import local_recompute
 from backhaul._backward.handles import CheckpointedCall, Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
+from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul._observe.report import Decision
@@ -53,30 +54,6 @@ RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorE
 """Errors that end a remote attempt but not the training: the trainer recomputes instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredGradient:
-    """A gradient that a worker has computed and stores, by its address."""
-
-    address: bytes
-
-
-class RemoteAnswer(NamedTuple):
-    """The answer of a worker to a backward.
-
-    Attributes:
-        saved: The digests of what the replay saved.
-        contributions: The contributions, in order. Those that were not sent are None.
-        stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
-        commit: Call it once the value check has passed, with the number of the block's round. Returns the sources whose
-            gradients stay on the worker, which count only after that call.
-    """
-
-    saved: Recomputed
-    contributions: list[Contribution]
-    stored: Mapping[int, StoredGradient]
-    commit: Callable[[int], set[int]]
-
-
 class RemoteGradients(NamedTuple):
     """What a checked backward on a worker gave.
 
@@ -89,55 +66,6 @@ class RemoteGradients(NamedTuple):
     contributions: list[Contribution]
     kept: set[int]
     stored: Mapping[int, StoredGradient]
-
-
-class RemoteSegment(Protocol):
-    """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError."""
-
-    def backward(
-        self,
-        gradients: Mapping[int, Tensor | StoredGradient],
-        state: ambient_state.State,
-        summed: Collection[int],
-        due: Sequence[tuple[int, Layout]],
-        kept: Mapping[int, Tensor],
-        unsent: Collection[int] = (),
-        upcoming: Sequence[int] | None = None,
-        *,
-        checks_bytes: bool,
-    ) -> RemoteAnswer:
-        """Runs the segment's backward on the worker.
-
-        Args:
-            gradients: The gradients of the program's outputs, by the output's position. They are not modified.
-            state: Ambient settings under which backward runs.
-            summed: Sources whose contributions are returned as their sum in order. The first has the sum, the others
-                None.
-            due: The source and the layout of the gradient of each contribution, in order.
-            kept: Parameters whose gradients may stay on the worker, by source.
-            unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
-            upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
-                for the one that was saved before this segment.
-            checks_bytes: Whether both sides compute digests of the returned gradients.
-        """
-
-    def drifted(self, drift: float) -> None:
-        """Notes the drift: the largest relative distance between the worker's tensors and those of forward."""
-
-    def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensorStream":
-        """Returns the saved tensors at these positions, in this order and with these layouts."""
-
-
-class SavedTensorStream(Protocol):
-    """Saved tensors that arrive from a worker. Its methods raise the errors of `RemoteSegment`."""
-
-    saved: Recomputed
-
-    def take(self, position: int) -> Tensor:
-        """Returns a requested tensor, once."""
-
-    def close(self) -> None:
-        """Cancels the stream. Call it when no more tensors will be taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

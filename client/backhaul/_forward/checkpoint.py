@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backhaul._backward.frame import Frame, RecordedSegment, RemoteSegment, Uses
+from backhaul._backward.frame import Frame, RecordedSegment, Uses
 from backhaul._backward.handles import CheckpointedCall, Handles, HandleTable, awaited
 from backhaul._backward.lineage import Copies, Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
+from backhaul._backward.remote_side import RemoteSegment
 from backhaul._dispatch.prediction import PendingCall
 from backhaul._forward.graft import graft, origin_of
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named

@@ -30,7 +30,7 @@ from backhaul_runtime.process.resources import available_memory
 from backhaul_runtime.tensors.differences import BLOCK_BYTES, BlockDecoder, BlockEncoder, Bytes
 from backhaul_runtime.tensors.digest import address_of, tensor_address
 from backhaul_runtime.tensors.layout import Layout, host_bytes
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, in_order, may_differ, width_in
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, in_order, may_differ, width_in
 
 logger = logging.getLogger("backhaul")
 SMALLEST_BYTES = 4 << 10

@@ -39,7 +39,7 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage
-from backhaul_runtime.wire.tensor_stream import TensorReceiver
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 T = TypeVar("T")
 R = TypeVar("R")

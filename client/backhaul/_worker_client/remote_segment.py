@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from backhaul._backward.frame import RemoteAnswer, StoredGradient
+from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.telemetry import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
@@ -33,7 +33,8 @@ from backhaul_runtime.wire.bundle import View, view_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage, encode_all
-from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, TensorReceiver, batches
+from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]

@@ -21,9 +21,10 @@ from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.deferred_digest import read
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.staging import on_side_stream
+from backhaul_runtime.wire.layout_codec import encode_layout
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import encode_all
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches, encode_layout
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 
 logger = logging.getLogger("backhaul")
 MAX_ATTEMPTS = 3

@@ -18,7 +18,8 @@ from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostErro
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.wire.region_offers import SharedMemoryRequest, is_same_user, take_offer
 from backhaul_runtime.wire.shared_memory import Outbox, Region, Slot, checksum_of
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, SharedWriter, TensorReceiver
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, SharedWriter
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 logger = logging.getLogger("backhaul")
 _CONNECT_S = 1.0

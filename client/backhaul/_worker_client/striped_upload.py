@@ -13,7 +13,7 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
 from backhaul_runtime.wire.splicing import Batch, encode, encode_all
 from backhaul_runtime.wire.stripes import InTurns, stripes
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 
 LANE_SILENCE = 0.5
 """The part of `silence_s` without progress after which unfinished lanes count as stalled. It is less than 1, so that an

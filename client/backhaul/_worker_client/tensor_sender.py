@@ -15,7 +15,7 @@ from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.wire.splicing import Batch, encode_all
 from backhaul_runtime.wire.stripes import can_stripe
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 
 logger = logging.getLogger("backhaul")
 

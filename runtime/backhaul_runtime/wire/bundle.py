@@ -13,7 +13,8 @@ from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, view_at
 from backhaul_runtime.torch_internals.storages import storage_key
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, decode_layout, encode_layout
+from backhaul_runtime.wire.layout_codec import decode_layout, encode_layout
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES, Layout, allocate, dense_bytes, payload, with_bits
 from backhaul_runtime.wire.splicing import Batch
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 
 LEAST_BYTES = 1 << 20
 """Size in bytes from which tensors use shared memory. Smaller ones are sent as chunks: a slot would save no time."""

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
 from backhaul_runtime.wire.splicing import Batch
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.accounts import Owner
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import job_of

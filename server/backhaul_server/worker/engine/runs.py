@@ -18,7 +18,7 @@ from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from backhaul_runtime.wire.bundle import Bundle, bundle
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine.bounds import Bounds
 
 RESULT_BYTES = 4 << 10

@@ -13,7 +13,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.wire.tensor_stream import SharedWriter
+from backhaul_runtime.wire.tensor_batches import SharedWriter
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.bounds import Bounds
 from backhaul_server.worker.engine.fair_queue import Job

@@ -15,7 +15,7 @@ from torch import Tensor
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs

@@ -22,7 +22,7 @@ from time import monotonic, time
 from backhaul_runtime.program.program import NODE_BYTES
 from backhaul_runtime.replay.schedule import Footprint, Schedule
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job, job_of

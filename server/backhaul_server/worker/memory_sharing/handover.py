@@ -33,7 +33,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.wire.region_offers import SharedMemoryRequest, is_same_user, offer, offer_nothing
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, Slot, checksum_of, make_memory
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor, SharedWriter
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, SharedWriter
 from backhaul_server.worker.engine.heap import return_freed_memory
 from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker

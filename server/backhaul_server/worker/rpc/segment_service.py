@@ -18,10 +18,11 @@ from backhaul_runtime.errors import BackhaulError, BudgetError, ProgramError, Tr
 from backhaul_runtime.program.codec import decode_state, encode_state
 from backhaul_runtime.sealing import sealed
 from backhaul_runtime.wire.bundle import encode_view
+from backhaul_runtime.wire.layout_codec import decode_layout
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, TensorMessage, accepted, encode_all, field_of
-from backhaul_runtime.wire.tensor_stream import PLACED_BYTES, OutgoingTensor, SharedWriter, batches, decode_layout
+from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep

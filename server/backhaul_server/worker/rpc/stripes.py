@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from backhaul_runtime.errors import BackhaulError, TransferError
 from backhaul_runtime.wire.splicing import Batch, TensorMessage
 from backhaul_runtime.wire.stripes import can_stripe, stripes
-from backhaul_runtime.wire.tensor_stream import OutgoingTensor
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.rpc.uploads import TensorUpload
 
 JOIN_S = 10.0

@@ -11,7 +11,7 @@ from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.tensors.staging import last_moment, on_side_stream, use_here
 from backhaul_runtime.wire.splicing import TensorMessage
-from backhaul_runtime.wire.tensor_stream import TensorReceiver
+from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from backhaul_server.worker.engine.segment import SessionState, SharedMemory
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import UPLOADED

@@ -1,0 +1,85 @@
+"""What a frame expects of a segment that a worker stores."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from backhaul._backward.value_check import Recomputed
+from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.torch_internals import ambient_state
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGradient:
+    """A gradient that a worker has computed and stores, by its address."""
+
+    address: bytes
+
+
+class RemoteAnswer(NamedTuple):
+    """The answer of a worker to a backward.
+
+    Attributes:
+        saved: The digests of what the replay saved.
+        contributions: The contributions, in order. Those that were not sent are None.
+        stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
+        commit: Call it once the value check has passed, with the number of the block's round. Returns the sources whose
+            gradients stay on the worker, which count only after that call.
+    """
+
+    saved: Recomputed
+    contributions: list[Contribution]
+    stored: Mapping[int, StoredGradient]
+    commit: Callable[[int], set[int]]
+
+
+class RemoteSegment(Protocol):
+    """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError."""
+
+    def backward(
+        self,
+        gradients: Mapping[int, Tensor | StoredGradient],
+        state: ambient_state.State,
+        summed: Collection[int],
+        due: Sequence[tuple[int, Layout]],
+        kept: Mapping[int, Tensor],
+        unsent: Collection[int] = (),
+        upcoming: Sequence[int] | None = None,
+        *,
+        checks_bytes: bool,
+    ) -> RemoteAnswer:
+        """Runs the segment's backward on the worker.
+
+        Args:
+            gradients: The gradients of the program's outputs, by the output's position. They are not modified.
+            state: Ambient settings under which backward runs.
+            summed: Sources whose contributions are returned as their sum in order. The first has the sum, the others
+                None.
+            due: The source and the layout of the gradient of each contribution, in order.
+            kept: Parameters whose gradients may stay on the worker, by source.
+            unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
+            upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
+                for the one that was saved before this segment.
+            checks_bytes: Whether both sides compute digests of the returned gradients.
+        """
+
+    def drifted(self, drift: float) -> None:
+        """Notes the drift: the largest relative distance between the worker's tensors and those of forward."""
+
+    def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensorStream":
+        """Returns the saved tensors at these positions, in this order and with these layouts."""
+
+
+class SavedTensorStream(Protocol):
+    """Saved tensors that arrive from a worker. Its methods raise the errors of `RemoteSegment`."""
+
+    saved: Recomputed
+
+    def take(self, position: int) -> Tensor:
+        """Returns a requested tensor, once."""
+
+    def close(self) -> None:
+        """Cancels the stream. Call it when no more tensors will be taken."""
