@@ -319,6 +319,7 @@ class Dispatcher:
         """
         with self._lock:
             self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
+            self._kept = 0  # a forward of the block before may have failed
             self._placement.begin_block(trainers_share)
             self._speeds = speeds
         try:
