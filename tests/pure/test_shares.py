@@ -23,8 +23,10 @@ def test_no_other_share_gives_a_shorter_block(
     share = trainers_share(segments, micro_batches, speeds, held)
     allowed = range(min(segments, segments if held is None else held) + 1)
     assert share in allowed
-    chosen_s = expected_s(share, segments, micro_batches, speeds, held is None)
-    assert all(chosen_s <= expected_s(other, segments, micro_batches, speeds, held is None) for other in allowed)
+    chosen_s = expected_s(share, segments, micro_batches, speeds, may_take_last=held is None)
+    assert all(
+        chosen_s <= expected_s(other, segments, micro_batches, speeds, may_take_last=held is None) for other in allowed
+    )
     # So a helper never makes a block longer than it is without one.
     if held is None:
         assert chosen_s <= micro_batches * (speeds.forward_s + segments * speeds.trainer_s) * (1 + 1e-9)

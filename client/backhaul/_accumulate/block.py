@@ -245,7 +245,7 @@ class AccumulationBlock:
         self._in_head = self._chosen_for_head(parts)
 
     def _chosen_for_head(self, parts: Parts) -> int:
-        """Chooses how many of the last segments of the next micro-batch the trainer computes, if that is like this."""
+        """Chooses how many of the next micro-batch's last segments its head computes. Expects a graph like this one."""
         workers = [uploader_of(segment) for segment in reversed(parts.run)]
         targets = [target for segment in parts.run for target in {target for _, target in segment.contributions}]
         # A weight of two segments would be used by the head and by the run, and such a graph is not divided.

@@ -122,10 +122,14 @@ def trainers_share(segments: int, micro_batches: int, speeds: Speeds, held: int 
         held: The most segments whose gradients the trainer may hold back; None for any number.
     """
     most = segments if held is None else min(held, segments)
-    return min(range(most + 1), key=lambda share: expected_s(share, segments, micro_batches, speeds, held is None))
+    may_take_last = held is None
+    return min(
+        range(most + 1),
+        key=lambda share: expected_s(share, segments, micro_batches, speeds, may_take_last=may_take_last),
+    )
 
 
-def expected_s(share: int, segments: int, micro_batches: int, speeds: Speeds, may_take_last: bool = True) -> float:
+def expected_s(share: int, segments: int, micro_batches: int, speeds: Speeds, *, may_take_last: bool) -> float:
     """Returns the mean of `planned` if the workers' speeds vary by `SPREAD`. The arguments are those of `planned`."""
     likely = [replace(speeds, workers_s=[factor * one_s for one_s in speeds.workers_s]) for factor in SPREAD]
     blocks = [planned(share, segments, micro_batches, one, may_take_last=may_take_last) for one in likely]
@@ -194,7 +198,8 @@ class Shares:
         share, before = trainers_share(self._segments, self._micro_batches, speeds, held), self._share
         if before is not None and (held is None or before <= held):
             now_s, then_s = (
-                expected_s(one, self._segments, self._micro_batches, speeds, held is None) for one in (share, before)
+                expected_s(one, self._segments, self._micro_batches, speeds, may_take_last=held is None)
+                for one in (share, before)
             )
             share = before if now_s > MOVES * then_s else share
         self._share = share

@@ -106,9 +106,8 @@ class _Block:
         self._share = trainers_share(setup.segments, setup.micro_batches, self._speeds)
         self.shares = [self._share] * setup.micro_batches
         self._parts = parts_by_speed(setup.segments - self._share, setup.speeds)
-        self._until_s = [0.0] * len(
-            setup.speeds
-        )  # when each worker has computed what it was asked for, at the earliest
+        # When each worker has computed what it was asked for, at the earliest.
+        self._until_s = [0.0] * len(setup.speeds)
         self._simulation, self._trainer = Simulation(), SimulatedCore()
         self._queues: list[deque[_Task]] = [deque() for _ in setup.speeds]
         self._arrived = [Event() for _ in setup.speeds]
