@@ -114,10 +114,11 @@ $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --editable '.[server]'
 	@touch $@
 
-# Pip would compile on one core. Templates in some packages cannot be compiled, which is no error.
+# Pip would compile on one core. Templates in some packages cannot be compiled, which is no error. Our own sources are
+# compiled too: tests start many processes, and an environment may forbid Python to write bytecode by itself.
 $(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(PIP) --quiet --no-compile --editable '.[server,dev]' --editable benchmarks
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib proto runtime client server benchmarks || true
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.

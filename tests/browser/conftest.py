@@ -89,7 +89,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
         with (
             Dashboard(*addresses, options=NO_STORE) as dashboard,
             Demo(
-                addresses, "--steps", "12", "--width", "128", "--context", "128", "--batch", "2", "--micro-batches", "2"
+                addresses, "--steps", "8", "--width", "128", "--context", "128", "--batch", "2", "--micro-batches", "2"
             ) as demo,
         ):
             yield Training([first, second], dashboard, demo)

@@ -15,13 +15,13 @@ import pytest
 
 from backhaul_runtime.process.credentials import read_token
 from conftest import wait_until
+from support import nursery
 from support.processes import WorkerProcess
 
 
 def run(*arguments: str) -> tuple[int, str]:
     """Exit code, and all that was said."""
-    command = [sys.executable, "-m", "backhaul", *arguments]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    process = nursery.run(*arguments)
     return process.returncode, process.stdout + process.stderr
 
 

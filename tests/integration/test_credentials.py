@@ -1,8 +1,6 @@
 """Trainers on workers that want a token: the right one, a wrong one, one that changes."""
 
 import logging
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from functools import partial
@@ -18,6 +16,7 @@ from backhaul_runtime.process.credentials import make_token, read_token
 from conftest import QUIET_S, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, grad_of, plainly, train
+from support.nursery import run
 from support.processes import WorkerProcess
 
 connect = partial(backhaul.connect, silence_s=QUIET_S)
@@ -163,8 +162,7 @@ def test_a_token_is_nowhere_to_be_seen(
 def test_beyond_this_machine_nobody_serves_without_one(name: str, token_file: str) -> None:
     def said(*options: str) -> str:
         more = ["--worker", "127.0.0.1:1"] if name == "dashboard" else []
-        command = [sys.executable, "-m", "backhaul", name, *more, "--listen", "192.0.2.1:0", *options]
-        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        process = run(name, *more, "--listen", "192.0.2.1:0", *options)
         assert process.returncode == 2
         return process.stderr
 

@@ -3,7 +3,6 @@
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from backhaul import Session
 from backhaul_runtime.version import version
 from conftest import settle, wait_until
+from support import nursery
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
 
@@ -27,8 +27,7 @@ def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "backhaul", "dashboard", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return nursery.run("dashboard", *arguments)
 
 
 def train(session: Session, steps: int) -> None:

@@ -71,7 +71,7 @@ def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: Worker
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_worker_is_told_in_plain_words() -> None:
+def test_the_loss_of_a_worker_is_told_in_plain_words(equal_speeds: None) -> None:
     with WorkerProcess() as one, WorkerProcess() as other, Dashboard(one.address, other.address) as dashboard:
         workers = f"{one.address},{other.address}"
         with backhaul.connect(workers, run="lossy", silence_s=QUIET_S) as session:

@@ -17,6 +17,7 @@ import pytest
 from backhaul_proto.v1 import telemetry_pb2
 from conftest import wait_until
 from contract.test_layout import modules_after
+from support import nursery
 from support.processes import open_files
 from support.reporting import FakeWorker, Training
 
@@ -38,14 +39,7 @@ def nobody() -> Iterator[str]:
 
 
 def top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "backhaul", "top", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "COLUMNS": "200", **environment},
-    )
+    return nursery.run("top", *arguments, **{"COLUMNS": "200", **environment})
 
 
 def row(output: str, first: str) -> list[str]:

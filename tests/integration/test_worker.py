@@ -20,12 +20,8 @@ from backhaul import ConnectError
 from backhaul_runtime.version import version
 from conftest import QUIET_S, wait_until
 from support.bits import grad_of
+from support.nursery import run
 from support.processes import WorkerProcess, is_running
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "backhaul", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def test_its_first_line_says_what_it_is_and_ends_with_its_address(worker: WorkerProcess) -> None:

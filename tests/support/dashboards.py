@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
@@ -12,6 +10,7 @@ from typing import Any, Self
 import httpx
 
 from conftest import wait_until
+from support.nursery import ForkedCommand
 
 
 class Dashboard:
@@ -29,11 +28,9 @@ class Dashboard:
 
     def __init__(self, *workers: str, options: tuple[str, ...] = (), store: str | None = ":memory:") -> None:
         kept = ("--store", store) if store is not None else ()
-        command = [sys.executable, "-m", "backhaul", "dashboard", "--listen", "127.0.0.1:0", *kept, *options]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
-        self.process = subprocess.Popen(
-            [*command, "--worker", *workers], stdout=subprocess.PIPE, stderr=self._log, text=True
-        )
+        arguments = ["dashboard", "--listen", "127.0.0.1:0", *kept, *options, "--worker", *workers]
+        self.process = ForkedCommand(arguments, self._log)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()
         self._client = httpx.Client(base_url=self.url, timeout=60)

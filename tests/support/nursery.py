@@ -1,9 +1,8 @@
-"""Forks workers from a process that has imported all that they need: an import of torch is most of a worker's start.
+"""Forks commands from a process that has imported all that they need: an import of torch is most of a command's start.
 
 Run as a program, this module reads requests from the Unix socket that is its standard input. Each is the command line
-and the environment of a worker, with three files: its standard output and error, and a socket on which the worker's
-process id is told, and at its end its exit code. When the first socket is closed this process ends, and the workers
-with it, because it counts as their supervisor.
+and the environment of a command, with three files: its standard output and error, and a socket on which its process id
+is told, and at its end its exit code. When the first socket is closed this process ends, and the commands with it.
 """
 
 import atexit
@@ -14,30 +13,56 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import IO
+from typing import IO, NamedTuple
 
 _REQUEST_BYTES = 1 << 18
 
 
-class ForkedWorker:
-    """`backhaul worker` without a supervisor, with what tests use of `subprocess.Popen`.
+class Nursery(NamedTuple):
+    """The process that forks commands.
 
-    Args:
-        options: Those of the command.
-        stderr: Where its log goes.
+    Attributes:
+        requests: The socket that it reads requests from.
+        pid: Its process id.
     """
 
-    def __init__(self, options: Sequence[str], stderr: IO[str]) -> None:
+    requests: socket.socket
+    pid: int
+
+
+class ForkedCommand:
+    """A `backhaul` command, with what tests use of `subprocess.Popen`.
+
+    Args:
+        arguments: What follows `backhaul` on the command line.
+        stderr: Where its log goes.
+        stdout: Where its output goes; None for a pipe.
+        environment: Variables to start it with, besides this process's own.
+
+    Attributes:
+        stdout: The end of the pipe that its output comes from; None if it goes to a file.
+        pid: Its process id.
+        returncode: Its exit code, negative for a signal; None before its end was noticed.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        stderr: IO[str],
+        stdout: IO[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._status, nursery_end = socket.socketpair()
-        read, written = os.pipe()
-        request = json.dumps([options, dict(os.environ)]).encode()
+        read, written = os.pipe() if stdout is None else (-1, os.dup(stdout.fileno()))
+        request = json.dumps([arguments, {**os.environ, **(environment or {})}]).encode()
         with nursery_end:
-            socket.send_fds(nursery(), [request], [written, stderr.fileno(), nursery_end.fileno()])
+            socket.send_fds(nursery().requests, [request], [written, stderr.fileno(), nursery_end.fileno()])
         os.close(written)
-        self.stdout = os.fdopen(read)
+        self.stdout = os.fdopen(read) if stdout is None else None
         self.pid = int(self._status.recv(32))
         self.returncode: int | None = None
 
@@ -45,7 +70,7 @@ class ForkedWorker:
         """Returns the exit code, which is negative for a signal. Raises TimeoutExpired."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
-                raise subprocess.TimeoutExpired("backhaul worker", timeout or 0)
+                raise subprocess.TimeoutExpired("backhaul", timeout or 0)
             self.returncode = int(self._status.recv(32))
             self._status.close()
         return self.returncode
@@ -59,10 +84,11 @@ class ForkedWorker:
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         """Waits for the end. Returns what came on standard output since it was read."""
         self.wait(timeout)
+        assert self.stdout is not None
         return self.stdout.read(), None
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal, unless the worker has ended."""
+        """Sends a signal, unless the command has ended."""
         if self.poll() is None:
             with suppress(ProcessLookupError):  # it has ended, and the nursery is about to say so
                 os.kill(self.pid, number)
@@ -76,9 +102,21 @@ class ForkedWorker:
         self.send_signal(signal.SIGKILL)
 
 
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a `backhaul` command to its end, with variables besides this process's own."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as log:
+        command = ForkedCommand(arguments, log, output, environment)
+        try:
+            code = command.wait(60)
+        finally:
+            command.kill()
+        written = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (output, log)]
+        return subprocess.CompletedProcess(("backhaul", *arguments), code, *written)
+
+
 @cache
-def nursery() -> socket.socket:
-    """Returns the socket of this process's nursery, which is started at the first call."""
+def nursery() -> Nursery:
+    """Returns this process's nursery, which is started at the first call."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen([sys.executable, __file__], stdin=theirs.fileno(), start_new_session=True)
@@ -88,16 +126,18 @@ def nursery() -> socket.socket:
         process.wait()
 
     atexit.register(end)
-    return ours
+    return Nursery(ours, process.pid)
 
 
 def _serve() -> int:
-    """Forks workers on request, until the tests' end. Returns the exit code, in each worker its own."""
+    """Forks commands on request, until the tests' end. Returns the exit code, in each command its own."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `backhaul worker` does before it imports torch
 
-    # What is imported here needs no import in a worker. Torch imports the first with the first backward.
+    # What is imported here needs no import in a command. Torch imports the first with the first backward.
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
+    import backhaul_server.dashboard.history.writer
+    import backhaul_server.dashboard.http.app
     import backhaul_server.worker.main  # noqa: F401
     from backhaul._cli.main import main
     from backhaul._cli.registry import build
@@ -106,11 +146,11 @@ def _serve() -> int:
     requests = socket.socket(fileno=0)
     poll = select.poll()
     poll.register(requests, select.POLLIN)
-    workers: dict[int, tuple[int, socket.socket]] = {}  # by their pidfd
+    commands: dict[int, tuple[int, socket.socket]] = {}  # by their pidfd
     while True:
         for number, _ in poll.poll():
-            if number in workers:
-                pid, status = workers.pop(number)
+            if number in commands:
+                pid, status = commands.pop(number)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 with suppress(OSError), status:  # the test may not want to know
                     status.send(str(code).encode())
@@ -119,9 +159,11 @@ def _serve() -> int:
                 continue
             request, files, _, _ = socket.recv_fds(requests, _REQUEST_BYTES, 3)
             if not request:
+                for pid, _ in commands.values():
+                    os.kill(pid, signal.SIGTERM)
                 return 0
             if (pid := os.fork()) == 0:
-                options, environment = json.loads(request)
+                arguments, environment = json.loads(request)
                 os.setsid()
                 for target, source in enumerate([os.open(os.devnull, os.O_RDONLY), *files[:2]]):
                     os.dup2(source, target)
@@ -129,13 +171,13 @@ def _serve() -> int:
                     os.close(file)
                 os.environ.clear()
                 os.environ.update(environment)
-                return main(["worker", *options, "--supervisor", str(os.getppid())])
+                return main(arguments)
             for file in files[:2]:
                 os.close(file)
             status = socket.socket(fileno=files[2])
             status.send(str(pid).encode())
             pidfd = os.pidfd_open(pid)
-            workers[pidfd] = pid, status
+            commands[pidfd] = pid, status
             poll.register(pidfd, select.POLLIN)
 
 

@@ -15,7 +15,7 @@ import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.credentials import bearer
-from support.nursery import ForkedWorker, nursery
+from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
@@ -51,9 +51,9 @@ class WorkerProcess:
         self._epoch = ""
         options = "--listen", listen, *options
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
-        self.process: subprocess.Popen[str] | ForkedWorker
+        self.process: subprocess.Popen[str] | ForkedCommand
         if not supervised and program == _COMMAND and environment is None:
-            self.process = ForkedWorker(options, self._log)
+            self.process = ForkedCommand(["worker", *options, "--supervisor", str(nursery().pid)], self._log)
         else:
             own = () if supervised else ("--supervisor", str(os.getpid()))
             self.process = subprocess.Popen(
