@@ -171,7 +171,11 @@ def _serve() -> int:
                     os.close(file)
                 os.environ.clear()
                 os.environ.update(environment)
-                return main(arguments)
+                code = main(arguments)
+                atexit._run_exitfuncs()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)  # the interpreter's end would copy all memory that it shares with this process
             for file in files[:2]:
                 os.close(file)
             status = socket.socket(fileno=files[2])
