@@ -49,6 +49,7 @@ from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.tls import files_of
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
@@ -298,18 +299,20 @@ class Session:
             self._dispatcher.take_last(last)
             return last
 
+        fixed = FixedDigests()
         block = AccumulationBlock(
             f"accumulation block {next(self._blocks)} of session {self.run}",
             self._dispatcher.micro_batch_ended,
             take_last,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
+            fixed,
             self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
             self.config.held_bytes,
         )
         trainers_share = 0 if self.config.strict else shares.trainers_share()
-        accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, keeps_share=local == "keep")
+        accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, fixed, keeps_share=local == "keep")
         with guards.open_block(block), self._only_block(block), accumulating:
             started = perf_counter()
             try:

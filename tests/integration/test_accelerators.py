@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._config import LOCALS, Local
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors import deferred_digest
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest
 from backhaul_runtime.tensors.layout import Layout, host_bytes
@@ -66,13 +67,22 @@ def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Takes digests as on an accelerator. Of each that is read, whether the trainer's thread does so in forward."""
+    """Takes digests as on an accelerator. Of each that is read, whether the trainer's thread does so in forward.
+
+    Those that are read when a block ends do not count.
+    """
     readings: list[bool] = []
-    trainer, read = threading.current_thread(), DeferredDigest.read
+    trainer, read, changed = threading.current_thread(), DeferredDigest.read, FixedDigests.changed
 
     def reading(self: DeferredDigest) -> bytes:
         readings.append(threading.current_thread() is trainer and torch._C._current_graph_task_id() < 0)
         return read(self)
+
+    def changed_at_the_end(self: FixedDigests) -> Tensor | None:
+        before, result = len(readings), changed(self)
+        assert len(readings) > before
+        del readings[before:]
+        return result
 
     def sums(data: Tensor) -> Tensor:
         return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(host_bytes(data))), dtype=torch.int64)
@@ -80,6 +90,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(Layout, "is_on_accelerator", True)
     monkeypatch.setattr(deferred_digest, "device_sums", sums)  # the worker takes the host's
     monkeypatch.setattr(DeferredDigest, "read", reading)
+    monkeypatch.setattr(FixedDigests, "changed", changed_at_the_end)
     yield readings
 
 

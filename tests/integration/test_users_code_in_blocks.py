@@ -17,6 +17,7 @@ from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import Shares
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.accumulation import UncollectedGradients
+from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
@@ -91,6 +92,58 @@ def test_a_batch_norm_that_is_in_eval_mode_now_and_then(session: Session, local:
     assert differing(gradients(session, happen=switch, local=local), gradients(None, happen=switch)) == []
     blocked = {reason for segment in session.report().segments for reason in segment.blocked}
     assert any("a batch norm before the last segments is in eval mode" in reason for reason in blocked)
+
+
+class Wide(nn.Module):
+    """Segments with weights that are large enough for replays to remember their digests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.segments = nn.ModuleList(nn.Linear(KNOWN_BYTES // 4 // WIDTH, WIDTH) for _ in range(SEGMENTS))
+
+    def loss(self, checkpoint: Checkpoint) -> Tensor:
+        y = torch.randn(8, WIDTH, requires_grad=True)
+        for segment in self.segments:
+            y = checkpoint(lambda y, segment=segment: segment(y.repeat(1, segment.in_features // WIDTH)).tanh(), y)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("position", [0, SEGMENTS - 1])
+@pytest.mark.parametrize("number", range(MICRO_BATCHES))
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+def test_a_write_that_torch_does_not_count(
+    session: Session, when: str, number: int, position: int, *, is_frozen: bool
+) -> None:
+    model = Wide()
+    weight = [*model.parameters()][2 * position].requires_grad_(not is_frozen)
+
+    def write(present: str, micro_batch: int) -> None:
+        if (present, micro_batch) == (when, number):
+            weight.data.add_(1)
+
+    # The value check notices the write first if it changes what a later recomputation makes of the weight.
+    expected = backhaul.AccumulationError, backhaul.ValueCheckError
+    with (
+        pytest.raises(expected, match="was changed inside|differ between forward and recomputation"),
+        session.accumulate() as block,
+    ):
+        for micro_batch in range(MICRO_BATCHES):
+            loss = model.loss(session.checkpoint)
+            write("before backward", micro_batch)
+            block.backward(loss)
+            write("after backward", micro_batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("share", [2], indirect=True)
+def test_a_weight_whose_memory_was_freed(session: Session) -> None:
+    model = Wide()
+    with pytest.raises(backhaul.StaleTensorError, match="memory was freed"), session.accumulate() as block:
+        block.backward(model.loss(session.checkpoint))  # so that the number of segments is known
+        loss = model.loss(session.checkpoint)
+        next(model.parameters()).untyped_storage().resize_(0)
+        block.backward(loss)
 
 
 @pytest.mark.parametrize("where", ["stem", "segments"])

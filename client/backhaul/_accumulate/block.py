@@ -47,6 +47,7 @@ from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import BlockReport, Helper, SegmentLog
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 
@@ -62,6 +63,7 @@ class AccumulationBlock:
             the last segments the trainer computes in the head.
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
+        fixed: The digests of parameters that forwards in the block take.
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
             them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
             it waits for the last run.
@@ -89,6 +91,7 @@ class AccumulationBlock:
         take_last: Callable[[int, Mapping[str, int], Mapping[str, int], int], int],
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
+        fixed: FixedDigests,
         most_open: int = 4,
         deferred_bytes: int = 0,
         held_bytes: int = 0,
@@ -98,7 +101,7 @@ class AccumulationBlock:
         self._micro_batch_ended = micro_batch_ended
         self._take_last = take_last
         self._is_ours = is_ours
-        self._log = log
+        self._log, self._fixed = log, fixed
         self._most_open, self._deferred_bytes, self._held_bytes = most_open, deferred_bytes, held_bytes
         self._gradients = HeldGradients()
         self._reductions = Reductions()
@@ -200,7 +203,7 @@ class AccumulationBlock:
         for frame in parts.frames:
             if not self._is_ours(frame):
                 raise AccumulationError(f"the loss comes from another session than {self.name}")
-            frame.is_in_block = True
+            frame.fixed = self._fixed
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
@@ -278,7 +281,7 @@ class AccumulationBlock:
             while self._open:
                 self._finish_first()
             self._collect()
-            self._check_unchanged()
+            self._check_unchanged(self._fixed.changed())
             self._gradients.deliver(self._reductions)
             self._reductions.end(leaves_of(outputs))
 
@@ -301,6 +304,7 @@ class AccumulationBlock:
             self._is_open = False
             self._reductions.abandon()
             self._runs.end()
+            self._fixed.forget()
             self._open.clear()
             self._finished.clear()
             self._gradients.drop()
@@ -313,8 +317,8 @@ class AccumulationBlock:
         if self._has_failed:
             raise AccumulationError(f"{self.name} is incomplete after an error in it: leave the block and run it again")
 
-    def _check_unchanged(self) -> None:
-        changed = self._gradients.changed()
+    def _check_unchanged(self, changed: Tensor | None = None) -> None:
+        changed = self._gradients.changed() if changed is None else changed
         if changed is not None:
             raise AccumulationError(
                 f"a parameter of shape {list(changed.shape)} was changed inside {self.name}: its values, its hooks, "

@@ -13,9 +13,12 @@ from torch import Tensor
 from backhaul._backward.value_check import CheckpointError, check_digests, check_values, with_traces
 from backhaul_runtime.errors import ReplayError, StaleTensorError, UnsupportedTensorError
 from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.replay.replay import Contribution, Replay, isolated
-from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.deferred_digest import KnownDigests, read
+from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import outside_transforms
 
@@ -52,6 +55,7 @@ def replay_here(
     *,
     keep_saved: bool = False,
     histories: Mapping[int, Tensor] | None = None,
+    fixed: FixedDigests | None = None,
 ) -> Replay:
     """Replays a segment on the trainer's own devices and checks its values.
 
@@ -63,14 +67,17 @@ def replay_here(
         aids: The options of the call.
         keep_saved: Whether to keep the saved tensors, as for `Replay`.
         histories: Tensors whose autograd history the sources get, as for `Replay`.
+        fixed: Digests of parameters whose values are checked later; None to check all here.
 
     Raises:
         StaleTensorError: A captured tensor no longer has its value from forward.
         CheckpointError: The replay gave other values than forward.
     """
+    known = KnownDigests()  # so that the replay does not compute them once more
     try:
-        for source in recording.sources:
-            _check_unchanged(name, source)
+        for source, value in zip(recording.sources, values, strict=True):
+            if not source.is_copy:
+                known.note(value, _checked_content(name, source, fixed))
     except UnsupportedTensorError as error:
         raise StaleTensorError(
             f"segment {name}: {error.message}, and no worker stores its earlier value. Keep parameters allocated until "
@@ -89,6 +96,7 @@ def replay_here(
             histories=histories,
             context=context,
             trace=trace,
+            known=None if program.functions or program.types else known,  # what these run may write to anything
         )
         try:
             check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
@@ -110,14 +118,19 @@ def replay_here(
     return replayed(aids.context)
 
 
-def _check_unchanged(name: str, source: RecordedSource) -> None:
-    if not source.is_copy and address_of(source.value) != source.address:
+def _checked_content(name: str, source: RecordedSource, fixed: FixedDigests | None) -> bytes:
+    """Returns the digest of a source's contents. Raises StaleTensorError if they are not those of forward."""
+    layout = layout_of(source.value)
+    digest = None if fixed is None else fixed.of(source.value, layout)
+    content = content_digest(source.value, layout) if digest is None else read(digest)
+    if tensor_address(layout, content) != source.address:
         raise StaleTensorError(
             f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
             "backward, and no worker stores its earlier value. Run backward before optimizer.step() and other "
             "writes to parameters",
             segment=name,
         )
+    return content
 
 
 def gradients_here(
@@ -129,6 +142,7 @@ def gradients_here(
     aids: ReplayOptions = _NONE,
     *,
     ways: Mapping[int, Tensor] | None = None,
+    fixed: FixedDigests | None = None,
 ) -> list[Contribution]:
     """Computes the contributions of a segment on the trainer. Called in backward.
 
@@ -141,10 +155,11 @@ def gradients_here(
         aids: The options of the call.
         ways: For a backward that is batched or is differentiated itself: for each source, or output that other outputs
             follow from, a tensor through which gradients reach it. Its values are not read. See `Contribution.source`.
+        fixed: Digests of parameters, as for `replay_here`.
     """
     state = ambient_state.capture()
     with _ours(values):
-        replay = replay_here(name, program, recording, values, aids, histories=ways)
+        replay = replay_here(name, program, recording, values, aids, histories=ways, fixed=fixed)
         # The backward of a custom function may draw random numbers, and then draws them from the trainer's generators.
         if ways is None and not program.functions:
             ambient_state.apply(state, ambient_state.capture())

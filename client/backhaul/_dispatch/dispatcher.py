@@ -307,7 +307,7 @@ class Dispatcher:
 
     @contextmanager
     def accumulating(
-        self, trainers_share: int | None, speeds: Mapping[str, float], *, keeps_share: bool
+        self, trainers_share: int | None, speeds: Mapping[str, float], fixed: FixedDigests, *, keeps_share: bool
     ) -> Iterator[None]:
         """Lets `micro_batch_ended` end passes instead of backwards, which run beside later forwards.
 
@@ -315,10 +315,11 @@ class Dispatcher:
             trainers_share: How many of the first segments of each micro-batch no worker gets; see
                 `Placement.begin_block`.
             speeds: The relative speeds of workers, by address. They count if all workers have one.
+            fixed: Where digests of parameters are noted, which must not change meanwhile.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
-            self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, FixedDigests()
+            self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, fixed
             self._kept = 0  # a forward of the block before may have failed
             self._placement.begin_block(trainers_share)
             self._speeds = speeds

@@ -1,12 +1,15 @@
 """Digests of the contents of tensors, each computed once for as long as the contents can't have changed."""
 
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest
-from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.errors import UnsupportedTensorError
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
+from backhaul_runtime.tensors.digest import content_digest
+from backhaul_runtime.tensors.layout import Layout, check_memory, layout_of
 from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
@@ -16,16 +19,43 @@ class FixedDigests:
 
     def __init__(self) -> None:
         # With each a reference to its storage, which prevents that torch uses the storage's address again.
-        self._digests: dict[tuple[Any, ...], tuple[Digest, StorageWeakRef]] = {}
+        self._digests: dict[tuple[Any, ...], tuple[Digest, weakref.ref[Tensor], StorageWeakRef]] = {}
 
     def get(self, key: tuple[Any, ...]) -> Digest | None:
         """Returns the digest of the contents with this key; None if it is unknown."""
         known = self._digests.get(key)
         return None if known is None else known[0]
 
+    def of(self, tensor: Tensor, layout: Layout) -> Digest | None:
+        """Returns the digest of a tensor's contents; None if it is unknown. Raises the errors of `check_memory`."""
+        check_memory(tensor, layout)
+        return self.get(_key(tensor, layout))
+
     def add(self, parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> None:
         """Notes the digest of a parameter."""
-        self._digests[key] = digest, StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+        storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+        self._digests[key] = digest, weakref.ref(parameter), storage
+
+    def changed(self) -> Tensor | None:
+        """Returns a parameter that was written to without a new version; None if there is none. Waits for devices."""
+        for key, (digest, reference, _) in list(self._digests.items()):
+            parameter = reference()
+            if parameter is not None and _is_changed(parameter, key, digest):
+                return parameter
+        return None
+
+    def forget(self) -> None:
+        """Forgets all digests, because parameters may change from here on."""
+        self._digests.clear()
+
+
+def _is_changed(parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> bool:
+    """Whether a parameter has other contents than when its digest was taken, but the same memory and version."""
+    try:
+        layout = layout_of(parameter)
+        return _key(parameter, layout) == key and content_digest(parameter, layout) != read(digest)
+    except UnsupportedTensorError:  # it has other memory now, or none
+        return False
 
 
 class Contents:

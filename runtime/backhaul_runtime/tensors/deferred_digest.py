@@ -71,6 +71,11 @@ class KnownDigests:
         self._digests[tensor] = digest, uses + 1
         return digest
 
+    def note(self, tensor: Tensor, digest: Digest) -> None:
+        """Notes the digest of a stored tensor, which was just computed."""
+        if tensor.nbytes >= KNOWN_BYTES:
+            self._digests[tensor] = digest, 1
+
     def forget(self, tensor: Tensor) -> None:
         """Makes the next use compute the digest of a stored tensor again."""
         self._digests.pop(tensor, None)
