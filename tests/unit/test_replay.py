@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import CheckpointError, SavedTensorModifiedError, StaleTensorError
+from backhaul._backward import local_recompute
 from backhaul._backward.frame import Frame
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.replay.replay import Replay
@@ -47,6 +48,25 @@ def test_a_parameter_changed_past_its_version_counter_is_a_named_error(block: Bl
     y = Unreachable().checkpoint(block, torch.randn(2, 4, 16), returns=returns)
     block.linear1.weight.data.add_(1)
     with pytest.raises(StaleTensorError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("size", [4, 128])  # a replay remembers the digest of the larger weight
+def test_a_parameter_that_another_thread_writes_to_during_a_replay(
+    monkeypatch: pytest.MonkeyPatch, size: int, returns: str
+) -> None:
+    linear = nn.Linear(size, size)
+
+    class Disturbed(Replay):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            with torch.no_grad():
+                linear.weight.add_(1)
+            super().__init__(*args, **kwargs)
+
+    y = Unreachable().checkpoint(lambda x: linear(x.exp()), torch.randn(2, size, requires_grad=True), returns=returns)
+    monkeypatch.setattr(local_recompute, "Replay", Disturbed)
+    with pytest.raises(StaleTensorError, match="before optimizer.step"):
         y.sum().backward()
 
 

@@ -20,7 +20,7 @@ from backhaul_runtime.tensors.deferred_digest import KnownDigests, read
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import outside_transforms
+from backhaul_runtime.torch_internals.private import outside_transforms, version_of
 
 logger = logging.getLogger("backhaul")
 
@@ -74,6 +74,7 @@ def replay_here(
         CheckpointError: The replay gave other values than forward.
     """
     known = KnownDigests()  # so that the replay does not compute them once more
+    versions = list(map(version_of, values))
     try:
         for source, value in zip(recording.sources, values, strict=True):
             if not source.is_copy:
@@ -96,8 +97,12 @@ def replay_here(
             histories=histories,
             context=context,
             trace=trace,
-            known=None if program.functions or program.types else known,  # what these run may write to anything
+            # What these run may write to anything.
+            known=None if program.functions or program.types or context is not None else known,
         )
+        for source, value, version in zip(recording.sources, values, versions, strict=True):
+            if not source.is_copy and version_of(value) != version:  # another thread has written to it
+                raise _stale(name, source)
         try:
             check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
         except CheckpointError as error:
@@ -124,13 +129,17 @@ def _checked_content(name: str, source: RecordedSource, fixed: FixedDigests | No
     digest = None if fixed is None else fixed.of(source.value, layout)
     content = content_digest(source.value, layout) if digest is None else read(digest)
     if tensor_address(layout, content) != source.address:
-        raise StaleTensorError(
-            f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
-            "backward, and no worker stores its earlier value. Run backward before optimizer.step() and other "
-            "writes to parameters",
-            segment=name,
-        )
+        raise _stale(name, source)
     return content
+
+
+def _stale(name: str, source: RecordedSource) -> StaleTensorError:
+    return StaleTensorError(
+        f"segment {name}: a captured tensor of shape {list(source.layout.shape)} changed between forward and "
+        "backward, and no worker stores its earlier value. Run backward before optimizer.step() and other "
+        "writes to parameters",
+        segment=name,
+    )
 
 
 def gradients_here(

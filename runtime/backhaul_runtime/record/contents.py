@@ -38,10 +38,11 @@ class FixedDigests:
 
     def changed(self) -> Tensor | None:
         """Returns a parameter that was written to without a new version; None if there is none. Waits for devices."""
-        for key, (digest, reference, _) in list(self._digests.items()):
-            parameter = reference()
-            if parameter is not None and _is_changed(parameter, key, digest):
-                return parameter
+        with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
+            for key, (digest, reference, _) in list(self._digests.items()):
+                parameter = reference()
+                if parameter is not None and _is_changed(parameter, key, digest):
+                    return parameter
         return None
 
     def forget(self) -> None:
