@@ -35,7 +35,7 @@ from backhaul_runtime.wire.bundle import unbundle
 from backhaul_server.worker.allowed import import_allowed
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.runs import RunResult, SegmentInputs
-from backhaul_server.worker.rpc.segment_service import encode_contributions
+from backhaul_server.worker.rpc.segment_answers import encode_contributions
 
 
 class LoopbackSegment:

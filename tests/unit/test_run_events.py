@@ -7,10 +7,11 @@ import torch.distributed as dist
 
 from backhaul._config import resolve
 from backhaul._observe import events, telemetry
+from backhaul._observe.call_log import CallLog
 from backhaul._observe.events import EVENTS_PER_REPORT, MAX_KINDS, RunEvents
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Decision, SegmentLog
-from backhaul._observe.telemetry import CallLog, Telemetry
+from backhaul._observe.telemetry import Telemetry
 from backhaul._worker_client.link_traffic import LinkTraffic
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
@@ -153,7 +154,7 @@ def test_an_event_is_told_without_any_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_answer_that_contradicts_the_clocks_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = Reports()
-    monkeypatch.setattr("backhaul._observe.telemetry.time", lambda: 100.0)
+    monkeypatch.setattr("backhaul._observe.call_log.time", lambda: 100.0)
     call = CallLog(SegmentLog("Block"), reporter.telemetry)
     timing = Timing(queued_at_s=1_000.0, requested_at_s=1_000.0, recompute_at_s=1_001.0, recompute_s=2.0)
     # By an offset of 902 s the worker would have been done at 101 s, a second after its answer arrived.

@@ -23,7 +23,7 @@ from backhaul_server.worker.engine.segment_machine import (
 )
 from backhaul_server.worker.engine.store import ENTRY_BYTES
 from backhaul_server.worker.engine.worker import Worker
-from backhaul_server.worker.rpc import segment_service
+from backhaul_server.worker.rpc.segment_answers import joined
 from unit.test_core import put, squaring, with_worker
 
 FIRST = Key("backward", 1)
@@ -273,7 +273,7 @@ def test_short_answers_share_a_message_and_none_is_taken_before_it_is_sent() -> 
             yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
 
     received = []
-    for message in segment_service._joined(answers()):
+    for message in joined(answers()):
         response = segment_pb2.AheadResponse.FromString(message)
         received.append([response.segment, *(answer.segment for answer in response.more)])
         assert made[-1] == received[-1][-1]

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import Decision, SegmentLog
-from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, CallLog, Telemetry
+from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, Telemetry
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backhaul._backward import local_recompute
 from backhaul._backward.value_check import CheckpointError
-from backhaul._observe.telemetry import CallLog
+from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import KeptTensor
 from backhaul_runtime.errors import NotRemoteError

@@ -29,8 +29,9 @@ from backhaul._forward.graft import graft, origin_of
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
 from backhaul._forward.reference_counts import has_other_references
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
+from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import Journal
-from backhaul._observe.telemetry import CallLog, Telemetry
+from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection

@@ -15,19 +15,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from backhaul._observe.events import EventKind, RunEvents
+from backhaul._observe.events import RunEvents
 from backhaul._observe.ranks import rank_and_world
-from backhaul._observe.report import BlockReport, Decision, SegmentLog
-from backhaul_proto.v1 import segment_pb2, telemetry_pb2
+from backhaul._observe.report import BlockReport, Decision
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.threads import only_in
-from backhaul_runtime.wire.protocol import MAX_NAME
-from backhaul_runtime.wire.telemetry import MAX_SPANS
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -42,17 +40,31 @@ MAX_STEPS = 1024
 CALLS_PER_REPORT = 200
 """Upper bounds of a report. They keep it below the half MiB that a worker accepts."""
 
-_SHOWN_OF_REASON = 1000
-_USUAL_BACKWARD, _LONGEST_BACKWARD = 2.0, 3.0
-"""A backward relative to its forward: that of matrix products, and the most that is assumed. Workers do other things
-meanwhile, too, and what they took for those must not look like something that the trainer was spared."""
 _CLOSE_S = 1.0
 
-Lane = telemetry_pb2.Lane
 Deliver = Callable[[telemetry_pb2.TrainerReport], bool]
 """Sends a report and returns whether it arrived. The telemetry thread calls it; it may block and raise."""
 Links = Callable[[], list[telemetry_pb2.Link]]
 """Returns the connections to all workers, as of now. The telemetry thread calls it."""
+
+
+class ReportedCall(Protocol):
+    """A checkpointed call that is reported.
+
+    Attributes:
+        step: The number of its step.
+        decision: Where its segment was recomputed last, and what that returned; None until then.
+    """
+
+    step: int
+    decision: Decision | None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether forward has ended and no backward can need the segment any more."""
+
+    def to_message(self) -> telemetry_pb2.SegmentCall:
+        """Returns the call as a message of a report."""
 
 
 @dataclass(eq=False)
@@ -73,209 +85,6 @@ class _Totals:
     saved_bytes: int = 0
     spared_bytes: int = 0
     block: BlockReport | None = None
-
-
-class CallLog:
-    """The log of one checkpointed call. It is counted under its name, and reported with its step.
-
-    All methods are thread-safe.
-
-    Args:
-        log: The log of all calls with this name.
-        telemetry: Where the call is reported; None if telemetry is off.
-
-    Attributes:
-        worker: Address of the worker that got the segment; empty if none did.
-        reason: Why the segment is recomputed where it is, and returns what it does.
-        retries: Number of repeated requests.
-        mismatches: Number of recomputations whose values were rejected.
-        micro_batch: The number of its micro-batch in an accumulation block, from 1; 0 outside a block.
-        saved_bytes: Bytes that autograd saved in forward, minus those that the trainer keeps.
-    """
-
-    def __init__(self, log: SegmentLog, telemetry: "Telemetry | None" = None) -> None:
-        log.call()
-        self._log = log
-        self._telemetry = telemetry
-        self._frame: DeathNotice | None = None
-        self.worker = ""
-        self.decision: Decision | None = None
-        self.reason = ""
-        self.is_fallback = False
-        self.function_s = 0.0
-        self._backward_s = 0.0
-        self.overhead_s = 0.0
-        self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
-        self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
-        self.saved_bytes = 0
-        self.largest_drift = 0.0
-        self.step, self.number, self.position = telemetry.began(self, log.name) if telemetry else (0, 0, 0)
-
-    @property
-    def name(self) -> str:
-        """The name of the checkpointed function or module."""
-        return self._log.name
-
-    def forward(self, frame: object, function_s: float, overhead_s: float, saved_bytes: int) -> None:
-        """Notes a forward that has just ended.
-
-        Args:
-            frame: The frame of the segment. When it dies, the call is complete.
-            function_s: Seconds that the function took by itself.
-            overhead_s: Seconds that Backhaul added.
-            saved_bytes: Bytes that autograd saved, minus those that the trainer keeps.
-        """
-        self.saved_bytes = saved_bytes
-        if self._telemetry is None:
-            return
-        self.function_s, self.overhead_s = function_s, overhead_s
-        self.spans.append((Lane.LANE_FORWARD, time() - function_s - overhead_s, function_s))
-        self._frame = self._telemetry.hold(frame, saved_bytes, overhead_s)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether forward has ended and no backward can need the segment any more."""
-        return self._frame is not None and self._frame() is None
-
-    def add(self, decision: Decision, took_s: float) -> None:
-        """Counts a recomputation that has just ended, and the seconds for which backward waited for it."""
-        self._log.add(decision, took_s)
-        if (
-            self.decision is not Decision.KEPT
-        ):  # kept activations say more about the call than a recomputation of its first part
-            self.decision = decision
-        on_trainer = decision is Decision.TRAINER
-        self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
-        if self._telemetry is not None:
-            spared_s = 0.0 if on_trainer else self.function_s
-            if decision is Decision.GRADIENTS:
-                spared_s += self._backward_s  # the seconds waited are those of this backward, too
-            self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, spared_s)
-        self._backward_s = 0.0
-
-    def wait(self, took_s: float) -> None:
-        """Adds seconds for which backward waited until now."""
-        self._log.wait(took_s)
-        self._span(Lane.LANE_WAIT, time() - took_s, took_s)
-        if self._telemetry is not None:
-            self._telemetry.waited(took_s)
-
-    def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
-        """Counts the bytes of messages."""
-        self._log.traffic(up_bytes, down_bytes)
-        self.up_bytes += up_bytes
-        self.down_bytes += down_bytes
-        if self._telemetry is not None:
-            self._telemetry.moved(up_bytes, down_bytes)
-
-    def spared(self, size_bytes: int) -> None:
-        """Counts bytes that were not sent because only the differences of parameters were."""
-        self._log.spared(size_bytes)
-        if self._telemetry is not None:
-            self._telemetry.spared(size_bytes)
-
-    def uploaded(self, took_s: float) -> None:
-        """Notes the seconds of an upload that has just ended."""
-        self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)
-
-    def answered(self, timing: segment_pb2.Timing, clock_offset_s: float) -> None:
-        """Notes when a worker did the work of an answer whose last byte has just arrived.
-
-        Args:
-            timing: The times by the worker's clock.
-            clock_offset_s: The worker's clock minus ours, in seconds, as estimated from the connection.
-        """
-        arrived_at_s = time()
-        if self._telemetry is None or not timing.recompute_at_s:
-            return
-        done_at_s = timing.recompute_at_s + timing.recompute_s
-        if timing.backward_at_s:
-            done_at_s = timing.backward_at_s + timing.backward_s
-        done_at_s = max(timing.requested_at_s, done_at_s)
-        # The worker was done before its answer arrived. Where the estimate contradicts that, it is wrong by as much.
-        clock_offset_s = max(clock_offset_s, done_at_s - arrived_at_s)
-        self._span(Lane.LANE_QUEUE, timing.queued_at_s - clock_offset_s, timing.recompute_at_s - timing.queued_at_s)
-        self._span(Lane.LANE_RECOMPUTE, timing.recompute_at_s - clock_offset_s, timing.recompute_s)
-        ended_at_s = timing.recompute_at_s + timing.recompute_s
-        if timing.backward_at_s:
-            # The trainer never runs this backward. It would be slower than its forward by as much as on the worker.
-            ratio = timing.backward_s / timing.recompute_s if timing.recompute_s > 0 else _USUAL_BACKWARD
-            self._backward_s = self.function_s * min(max(ratio, 0.0), _LONGEST_BACKWARD)
-            ready_at_s = max(timing.requested_at_s, ended_at_s)
-            self._span(Lane.LANE_QUEUE, ready_at_s - clock_offset_s, timing.backward_at_s - ready_at_s)
-            self._span(Lane.LANE_BACKWARD, timing.backward_at_s - clock_offset_s, timing.backward_s)
-        sent_at_s = done_at_s - clock_offset_s
-        self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
-
-    def drift(self, drift: float) -> None:
-        """Notes the drift of a recomputation."""
-        self._log.drift(drift)
-        self.largest_drift = max(self.largest_drift, drift)
-
-    def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
-        """Notes why the trainer recomputes the segment, see `SegmentLog`."""
-        self.reason = reason
-        self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
-
-    def kept(self, reason: str) -> None:
-        """Notes why activations are kept, see `SegmentLog`."""
-        self.reason, self.decision = reason, Decision.KEPT
-        self._log.kept(reason, step=self._counted_step)
-
-    def taken(self, needs_inside: str) -> None:
-        """Notes that a worker got the segment, and why it will return activations; empty if it returns gradients."""
-        self.reason = needs_inside or "only its gradients are needed"
-        if needs_inside:
-            self._log.inside(needs_inside)
-
-    def fallback(self, reason: str, *, is_said: bool = False, is_refusal: bool = False) -> None:
-        """Notes why the segment runs on the trainer instead of a worker, see `SegmentLog`.
-
-        Args:
-            reason: The reason, as the log and the report show it.
-            is_said: Whether the reason was logged elsewhere.
-            is_refusal: Whether a worker has refused the segment, for example for lack of memory.
-        """
-        self.reason, self.is_fallback = reason, True
-        self._log.fallback(reason, is_said=is_said, step=self._counted_step)
-        if self._telemetry is not None:
-            self._telemetry.fell_back()
-            kind: EventKind = "refused" if is_refusal else "fell_back"
-            did = "was refused by its worker" if is_refusal else "ran on the trainer"
-            text = f"Segment {self.name} {did}: {reason}"
-            self._telemetry.events.add(kind, text, worker=self.worker, segment=self.name)
-
-    def to_message(self) -> telemetry_pb2.SegmentCall:
-        """Returns the call as a message of a report."""
-        return telemetry_pb2.SegmentCall(
-            step=self.step,
-            number=self.number,
-            name=self.name[:MAX_NAME],
-            position=self.position,
-            worker=self.worker,
-            decision=self.decision.value if self.decision else "",
-            reason=self.reason[:_SHOWN_OF_REASON],
-            is_fallback=self.is_fallback,
-            spans=[
-                telemetry_pb2.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s)
-                for lane, began_at_s, took_s in list(self.spans)[-MAX_SPANS:]
-            ],
-            up_bytes=self.up_bytes,
-            down_bytes=self.down_bytes,
-            retries=self.retries,
-            mismatches=self.mismatches,
-            drift=self.largest_drift,
-            overhead_s=self.overhead_s,
-            micro_batch=self.micro_batch,
-        )
-
-    @property
-    def _counted_step(self) -> int | None:
-        return self.step if self._telemetry is not None else None
-
-    def _span(self, lane: telemetry_pb2.Lane.ValueType, began_at_s: float, took_s: float) -> None:
-        if self._telemetry is not None and took_s > 0:
-            self.spans.append((lane, began_at_s, took_s))
 
 
 class Telemetry:
@@ -309,7 +118,7 @@ class Telemetry:
         self._lock = threading.RLock()
         self._now = _Totals(0)
         self._has_explicit_steps = False
-        self._calls: deque[CallLog] = deque()
+        self._calls: deque[ReportedCall] = deque()
         self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
@@ -334,7 +143,7 @@ class Telemetry:
         self._lock = threading.RLock()
         self.events.forked()
 
-    def began(self, call: CallLog, name: str) -> tuple[int, int, int]:
+    def began(self, call: ReportedCall, name: str) -> tuple[int, int, int]:
         """Notes the start of a call.
 
         Returns its step, its number in the step, and its number among calls of its name.
@@ -500,7 +309,7 @@ class Telemetry:
             messages, events, reported, is_last = [], [], reported[CALLS_PER_REPORT:], False
 
 
-def _has_ended(call: CallLog, current_step: int) -> bool:
+def _has_ended(call: ReportedCall, current_step: int) -> bool:
     """Whether a call can be reported (Rule 3)."""
     return call.is_gone or (call.decision is not None and call.step < current_step)
 

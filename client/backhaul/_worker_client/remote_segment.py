@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
-from backhaul._observe.telemetry import CallLog
+from backhaul._observe.call_log import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection

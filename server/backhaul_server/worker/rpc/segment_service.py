@@ -6,22 +6,19 @@ The servicer translates between protobuf and the engine. `Worker` decides about 
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from time import perf_counter, time
+from time import perf_counter
 from typing import Any
 
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, BudgetError, ProgramError, TransferError
-from backhaul_runtime.program.codec import decode_state, encode_state
-from backhaul_runtime.sealing import sealed
-from backhaul_runtime.wire.bundle import encode_view
+from backhaul_runtime.program.codec import decode_state
 from backhaul_runtime.wire.layout_codec import decode_layout
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, TensorMessage, accepted, encode_all, field_of
+from backhaul_runtime.wire.splicing import TensorMessage, accepted, encode_all
 from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
@@ -33,6 +30,13 @@ from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.segment_answers import (
+    Outgoing,
+    backward_answer,
+    joined,
+    pushed_answer,
+    recompute_answer,
+)
 from backhaul_server.worker.rpc.stripes import StripedTransfers
 from backhaul_server.worker.rpc.uploads import TensorUpload
 
@@ -175,7 +179,7 @@ class SegmentServicer(Servicer):
                 self._engine.sending(session, result.bundle.size_bytes),
                 self._outgoing(session, request, result.bundle.tensors) as outgoing,
             ):
-                for message in await self._encoded(result, lambda: _recompute_answer(segment, submitted, outgoing)):
+                for message in await self._encoded(result, lambda: recompute_answer(segment, submitted, outgoing)):
                     yield message
 
     @stream
@@ -191,7 +195,7 @@ class SegmentServicer(Servicer):
                 self._engine.sending(segment.session, result.bundle.size_bytes),
                 self._outgoing(segment.session, carried.message, result.bundle.tensors) as outgoing,
             ):
-                for message in await self._encoded(result, lambda: _backward_answer(segment, submitted, outgoing)):
+                for message in await self._encoded(result, lambda: backward_answer(segment, submitted, outgoing)):
                     yield message
 
     @open_stream
@@ -221,8 +225,8 @@ class SegmentServicer(Servicer):
             if submitted.answer.result().parts > MANY_PARTS:
                 return None
             writer = self._shared_writer(segment.session, carried.message.answer)
-            outgoing = _Outgoing(batches(submitted.answer.result().bundle.tensors, writer))
-            first, *more = itertools.islice(_backward_answer(segment, submitted, outgoing), 2)
+            outgoing = Outgoing(batches(submitted.answer.result().bundle.tensors, writer))
+            first, *more = itertools.islice(backward_answer(segment, submitted, outgoing), 2)
             return None if more else first
 
     @open_stream
@@ -238,7 +242,7 @@ class SegmentServicer(Servicer):
             try:
                 while (segment := await queue.get()) is not None:
                     segments = itertools.chain((segment,), _waiting(queue))
-                    for message in _joined(filter(None, map(self._pushed, segments))):
+                    for message in joined(filter(None, map(self._pushed, segments))):
                         # Without memory to send it, the message is dropped: the trainer then calls Backward.
                         with suppress(BudgetError), self._engine.sending(session, len(message)):
                             yield message
@@ -257,7 +261,7 @@ class SegmentServicer(Servicer):
     def _pushed(self, segment: Segment) -> bytes | None:
         """Encodes a segment's speculative backward. Returns None if it is gone, or too large to push."""
         backward = self._engine.take_pushed(segment, CHUNK_BYTES, MANY_PARTS)
-        return None if backward is None else _pushed_answer(segment, *backward)
+        return None if backward is None else pushed_answer(segment, *backward)
 
     @contextmanager
     def _backward(
@@ -353,15 +357,15 @@ class SegmentServicer(Servicer):
         session: SessionState,
         request: "segment_pb2.BackwardRequest | segment_pb2.RecomputeRequest | segment_pb2.CollectGradientsRequest",
         outgoing_tensors: Sequence[OutgoingTensor],
-    ) -> Iterator["_Outgoing"]:
+    ) -> Iterator["Outgoing"]:
         """Yields the tensors of an answer. Lanes may take some of them, unless they go through shared memory."""
         number = 0 if request.answer and session.memory is not None else request.stripes
         with self._transfers.answering(session.id, number, outgoing_tensors) as striped:
             if striped is None:
-                yield _Outgoing(batches(outgoing_tensors, self._shared_writer(session, request.answer)))
+                yield Outgoing(batches(outgoing_tensors, self._shared_writer(session, request.answer)))
             else:
                 declaring, pieces = striped
-                yield _Outgoing(itertools.chain((declaring,), pieces), is_striped=True)
+                yield Outgoing(itertools.chain((declaring,), pieces), is_striped=True)
 
     def _shared_writer(self, session: SessionState, answer: int) -> SharedWriter:
         """Returns a function that writes tensors of an answer to memory that the trainer shares.
@@ -389,116 +393,9 @@ class SegmentServicer(Servicer):
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outgoing:
-    """The tensors of an answer, as they are sent.
-
-    Attributes:
-        batches: The batches of the main connection's messages.
-        is_striped: Whether the first batch declares all tensors, and lanes take some of the others.
-    """
-
-    batches: Iterable[Batch]
-    is_striped: bool = False
-
-
-def _recompute_answer(segment: Segment, submitted: SegmentRequest, outgoing: _Outgoing) -> Iterator[bytes]:
-    recomputed = submitted.answer.result()
-    result = segment_pb2.RecomputeResult(
-        saved_digests=recomputed.saved_digests,
-        views=[encode_view(view) for view in recomputed.bundle.views],
-        saved_sketches=_sketches(recomputed),
-        timing=_timing(segment, submitted.arrived_at_s, recomputed),
-    )
-    response = segment_pb2.RecomputeResponse(result=result, striped=outgoing.is_striped)
-    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
-
-
-def _backward_answer(segment: Segment, submitted: SegmentRequest, outgoing: _Outgoing) -> Iterator[bytes]:
-    result = _backward_result(segment, submitted.answer.result(), submitted.arrived_at_s)
-    response = segment_pb2.BackwardResponse(result=result, striped=outgoing.is_striped)
-    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
-
-
-def _pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
-    """Encodes a pushed result. It is not sealed yet, because several of them share one message."""
-    response = segment_pb2.AheadResponse(
-        segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
-    )
-    (part,) = encode_all(batches(result.bundle.tensors), response.TENSORS_FIELD_NUMBER, response, b"".join)
-    return part
-
-
 def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
     """Yields the segments that are in a queue now. Leaves the None that ends it."""
     with suppress(asyncio.QueueEmpty):
         while (segment := queue.get_nowait()) is not None:
             yield segment
         queue.put_nowait(None)
-
-
-def _joined(answers: Iterable[bytes]) -> Iterator[bytes]:
-    """Joins short answers into sealed messages, because sending a message takes longer than a short answer is worth.
-
-    Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
-    the stream may end before the result is sent.
-    """
-    number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
-    for answer in answers:
-        held.append(field_of(number, answer) if held else answer)
-        if sum(map(len, held)) >= SPLICED_BYTES:
-            yield sealed(held)
-            held = []
-    if held:
-        yield sealed(held)
-
-
-def encode_contributions(result: RunResult) -> list[segment_pb2.Contribution]:
-    """Encodes the contributions of a backward, in their order."""
-    contributions = [
-        segment_pb2.Contribution(source=source, kept=position in result.kept)
-        for position, source in enumerate(result.sources)
-    ]
-    for view in result.bundle.views:
-        contributions[view.position].view.CopyFrom(encode_view(view))
-    return contributions
-
-
-def _backward_result(segment: Segment, result: RunResult, requested_at_s: float) -> segment_pb2.BackwardResult:
-    return segment_pb2.BackwardResult(
-        saved_digests=result.saved_digests,
-        contributions=encode_contributions(result),
-        tensor_digests=result.tensor_digests,
-        saved_sketches=_sketches(result),
-        timing=_timing(segment, requested_at_s, result),
-        chained_gradients=[
-            segment_pb2.SourceGradient(source=source, tensor=outgoing.address)
-            for source, outgoing in result.chained.items()
-        ],
-        goes_on=segment.pushed_next(),
-    )
-
-
-def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
-    return segment_pb2.Start(
-        gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in inputs.addresses],
-        ambient_state=encode_state(inputs.state),
-        wants_digests=inputs.wants_digests,
-        summed_sources=inputs.summed,
-    )
-
-
-def _sketches(result: RunResult) -> list[segment_pb2.Sketch]:
-    return [segment_pb2.Sketch(numbers=numbers) for numbers in result.saved_sketches]
-
-
-def _timing(segment: Segment, requested_at_s: float, result: RunResult) -> segment_pb2.Timing:
-    was_speculative = result.recompute_at_s < requested_at_s
-    return segment_pb2.Timing(
-        queued_at_s=segment.queued_at_s if was_speculative else requested_at_s,
-        recompute_at_s=result.recompute_at_s,
-        recompute_s=result.recompute_s,
-        requested_at_s=requested_at_s,
-        backward_at_s=result.backward_at_s,
-        backward_s=result.backward_s,
-    )

@@ -1,0 +1,123 @@
+"""Encodes what runs gave as the answers that trainers get."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from time import time
+
+from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.program.codec import encode_state
+from backhaul_runtime.sealing import sealed
+from backhaul_runtime.wire.bundle import encode_view
+from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode_all, field_of
+from backhaul_runtime.wire.tensor_batches import batches
+from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
+from backhaul_server.worker.engine.segment import Segment, SegmentRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """The tensors of an answer, as they are sent.
+
+    Attributes:
+        batches: The batches of the main connection's messages.
+        is_striped: Whether the first batch declares all tensors, and lanes take some of the others.
+    """
+
+    batches: Iterable[Batch]
+    is_striped: bool = False
+
+
+def recompute_answer(segment: Segment, submitted: SegmentRequest, outgoing: Outgoing) -> Iterator[bytes]:
+    """Yields the messages of the answer to a request for saved tensors, which has run."""
+    recomputed = submitted.answer.result()
+    result = segment_pb2.RecomputeResult(
+        saved_digests=recomputed.saved_digests,
+        views=[encode_view(view) for view in recomputed.bundle.views],
+        saved_sketches=_sketches(recomputed),
+        timing=_timing(segment, submitted.arrived_at_s, recomputed),
+    )
+    response = segment_pb2.RecomputeResponse(result=result, striped=outgoing.is_striped)
+    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
+
+
+def backward_answer(segment: Segment, submitted: SegmentRequest, outgoing: Outgoing) -> Iterator[bytes]:
+    """Yields the messages of the answer to a request for a backward, which has run."""
+    result = _backward_result(segment, submitted.answer.result(), submitted.arrived_at_s)
+    response = segment_pb2.BackwardResponse(result=result, striped=outgoing.is_striped)
+    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
+
+
+def pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
+    """Encodes a pushed result. It is not sealed yet, because several of them share one message."""
+    response = segment_pb2.AheadResponse(
+        segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
+    )
+    (part,) = encode_all(batches(result.bundle.tensors), response.TENSORS_FIELD_NUMBER, response, b"".join)
+    return part
+
+
+def joined(answers: Iterable[bytes]) -> Iterator[bytes]:
+    """Joins short answers into sealed messages, because sending a message takes longer than a short answer is worth.
+
+    Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
+    the stream may end before the result is sent.
+    """
+    number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
+    for answer in answers:
+        held.append(field_of(number, answer) if held else answer)
+        if sum(map(len, held)) >= SPLICED_BYTES:
+            yield sealed(held)
+            held = []
+    if held:
+        yield sealed(held)
+
+
+def encode_contributions(result: RunResult) -> list[segment_pb2.Contribution]:
+    """Encodes the contributions of a backward, in their order."""
+    contributions = [
+        segment_pb2.Contribution(source=source, kept=position in result.kept)
+        for position, source in enumerate(result.sources)
+    ]
+    for view in result.bundle.views:
+        contributions[view.position].view.CopyFrom(encode_view(view))
+    return contributions
+
+
+def _backward_result(segment: Segment, result: RunResult, requested_at_s: float) -> segment_pb2.BackwardResult:
+    return segment_pb2.BackwardResult(
+        saved_digests=result.saved_digests,
+        contributions=encode_contributions(result),
+        tensor_digests=result.tensor_digests,
+        saved_sketches=_sketches(result),
+        timing=_timing(segment, requested_at_s, result),
+        chained_gradients=[
+            segment_pb2.SourceGradient(source=source, tensor=outgoing.address)
+            for source, outgoing in result.chained.items()
+        ],
+        goes_on=segment.pushed_next(),
+    )
+
+
+def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
+    return segment_pb2.Start(
+        gradients=[segment_pb2.OutputGradient(output=output, tensor=tensor) for output, tensor in inputs.addresses],
+        ambient_state=encode_state(inputs.state),
+        wants_digests=inputs.wants_digests,
+        summed_sources=inputs.summed,
+    )
+
+
+def _sketches(result: RunResult) -> list[segment_pb2.Sketch]:
+    return [segment_pb2.Sketch(numbers=numbers) for numbers in result.saved_sketches]
+
+
+def _timing(segment: Segment, requested_at_s: float, result: RunResult) -> segment_pb2.Timing:
+    was_speculative = result.recompute_at_s < requested_at_s
+    return segment_pb2.Timing(
+        queued_at_s=segment.queued_at_s if was_speculative else requested_at_s,
+        recompute_at_s=result.recompute_at_s,
+        recompute_s=result.recompute_s,
+        requested_at_s=requested_at_s,
+        backward_at_s=result.backward_at_s,
+        backward_s=result.backward_s,
+    )
