@@ -450,9 +450,7 @@ class Connection:
         self._draining = answer.draining
 
     def _down(self, why: str) -> None:
-        with (
-            self._going_down
-        ):  # Guards the change to down: all callers of a dying worker fail at once, and only one of them logs it.
+        with self._going_down:  # all callers of a dying worker fail at once, and only one of them logs it
             was_up, self._up, self._why_down = self._up, False, why
         if was_up:
             extra = about(self.run)
