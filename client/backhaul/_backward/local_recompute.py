@@ -88,6 +88,8 @@ def replay_here(
 
     def replayed(context: AbstractContextManager[Any] | None) -> Replay:
         trace: list[str] | None = None if aids.trace is None else []
+        # Code of the user's own may write to anything while it runs.
+        reused = None if program.functions or program.types or context is not None else known
         replay = Replay(
             program,
             values,
@@ -97,11 +99,10 @@ def replay_here(
             histories=histories,
             context=context,
             trace=trace,
-            # What these run may write to anything.
-            known=None if program.functions or program.types or context is not None else known,
+            known=reused,
         )
         for source, value, version in zip(recording.sources, values, versions, strict=True):
-            if not source.is_copy and version_of(value) != version:  # another thread has written to it
+            if reused is not None and not source.is_copy and version_of(value) != version:  # by another thread
                 raise _stale(name, source)
         try:
             check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
