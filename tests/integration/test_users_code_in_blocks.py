@@ -122,10 +122,10 @@ def test_a_write_that_torch_does_not_count(
         if (present, micro_batch) == (when, number):
             weight.data.add_(1)
 
-    # The value check notices the write first if it changes what a later recomputation makes of the weight.
-    expected = backhaul.AccumulationError, backhaul.ValueCheckError
+    # A recomputation on the trainer notices the write before the end.
+    expected = backhaul.AccumulationError, backhaul.StaleTensorError, backhaul.ValueCheckError
     with (
-        pytest.raises(expected, match="was changed inside|differ between forward and recomputation"),
+        pytest.raises(expected, match="was changed inside|changed between|differ between forward and recomputation"),
         session.accumulate() as block,
     ):
         for micro_batch in range(MICRO_BATCHES):
@@ -134,6 +134,58 @@ def test_a_write_that_torch_does_not_count(
             block.backward(loss)
             write("after backward", micro_batch)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def fused_steps(checkpoint: Checkpoint, steps: int = 3) -> list[Tensor]:
+    """Returns the parameters after steps of an optimizer that leaves their versions as they are."""
+    torch.manual_seed(1)
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss(checkpoint).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+def test_another_thread_trains_while_a_block_is_open(session: Session) -> None:
+    model = Wide()
+    with session.accumulate() as block, ThreadPoolExecutor(1) as thread:
+        block.backward(model.loss(session.checkpoint))
+        ours = thread.submit(fused_steps, session.checkpoint).result()
+        block.backward(model.loss(session.checkpoint))
+    assert differing(ours, fused_steps(plainly)) == []
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_optimizer_steps_in_a_block_after_a_plain_backward(session: Session) -> None:
+    with session.accumulate():
+        ours = fused_steps(session.checkpoint)
+    assert differing(ours, fused_steps(plainly)) == []
+
+
+def test_an_optimizer_that_steps_in_a_hook(session: Session) -> None:
+    model = Wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with pytest.raises(backhaul.AccumulationError), session.accumulate() as block:
+        for _ in range(2):
+            block.backward(model.loss(session.checkpoint))
+    assert first.grad is None
+
+
+def test_writes_of_a_hook_that_torch_does_not_count(session: Session) -> None:
+    model = Wide()
+    first = next(model.parameters())
+
+    def write(parameter: Tensor) -> None:
+        parameter.data.add_(1)
+
+    first.register_post_accumulate_grad_hook(write)
+    with pytest.raises(backhaul.AccumulationError, match="a hook of a parameter"), session.accumulate() as block:
+        block.backward(model.loss(session.checkpoint))
+    assert first.grad is None
 
 
 @pytest.mark.parametrize("share", [2], indirect=True)

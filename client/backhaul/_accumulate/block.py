@@ -203,7 +203,7 @@ class AccumulationBlock:
         for frame in parts.frames:
             if not self._is_ours(frame):
                 raise AccumulationError(f"the loss comes from another session than {self.name}")
-            frame.fixed = self._fixed
+            frame.is_in_block = True
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
@@ -282,7 +282,8 @@ class AccumulationBlock:
                 self._finish_first()
             self._collect()
             self._check_unchanged(self._fixed.changed())
-            self._gradients.deliver(self._reductions)
+            self._gradients.deliver(self._reductions, self._fixed.changed)
+            self._fixed.forget()  # an optimizer may step now, if a plain backward completes the gradients
             self._reductions.end(leaves_of(outputs))
 
     @contextmanager

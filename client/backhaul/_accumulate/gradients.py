@@ -175,13 +175,14 @@ class HeldGradients:
             held.gradients.insert(0, ((0, 0), total))
             held.has_stayed = held.is_own = False
 
-    def deliver(self, reductions: Reductions) -> None:
+    def deliver(self, reductions: Reductions, changed: Callable[[], Tensor | None]) -> None:
         """Adds all gradients to `.grad` through autograd, and forgets them.
 
         Leaves with hooks come first. If a hook raises an error, their `.grad` becomes what it was.
 
         Args:
             reductions: The reductions of the block, which this call lets DDP do.
+            changed: Returns a parameter that was written to without a new version; None if there is none.
 
         Raises:
             AccumulationError: A hook has changed a parameter.
@@ -200,7 +201,7 @@ class HeldGradients:
         present_states = states()
         try:
             _deliver(hooked, _in_order)
-            if present_states != states():
+            if present_states != states() or (hooked and changed() is not None):
                 raise AccumulationError(
                     "a hook of a parameter has changed a parameter, or the .grad of another one, when a block ended. "
                     "Its other micro-batches were computed before: step optimizers after the block, and not in hooks"

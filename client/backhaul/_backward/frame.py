@@ -39,7 +39,6 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
@@ -123,8 +122,7 @@ class Frame:
         is_mutated: Whether the call wrote to a tensor that its selective-checkpoint policy keeps.
         remote: The worker's side; None if no worker has the segment.
         local_reason: Why the trainer recomputes the segment; empty if that is not decided.
-        fixed: Digests of parameters from the accumulation block that runs the backward: a whole one, although it uses
-            `autograd.grad`. None outside of blocks.
+        is_in_block: Whether an accumulation block runs the backward: a whole one, although it uses `autograd.grad`.
     """
 
     call: CheckpointedCall
@@ -138,7 +136,7 @@ class Frame:
     is_mutated: bool = False
     remote: RemoteSegment | None = None
     local_reason: str = ""
-    fixed: FixedDigests | None = None
+    is_in_block: bool = False
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     _incoming: SavedTensorStream | None = field(default=None, init=False)
     _wanted: set[int] = field(default_factory=set, init=False)
@@ -187,7 +185,6 @@ class Frame:
             gradients,
             self.replay_options,
             ways=self._ways_by_number(ways) if needs_graph else None,
-            fixed=self.fixed,
         )
         check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
         self.call.log.add(Decision.TRAINER, perf_counter() - started)
@@ -288,7 +285,7 @@ class Frame:
 
     def check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint rejects too."""
-        if self.fixed is None:
+        if not self.is_in_block:
             self.call.check_backward()
         if self.is_mutated:
             raise RuntimeError(MUTATED)

@@ -13,10 +13,9 @@ from torch import Tensor
 from backhaul._backward.value_check import CheckpointError, check_digests, check_values, with_traces
 from backhaul_runtime.errors import ReplayError, StaleTensorError, UnsupportedTensorError
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.replay.replay import Contribution, Replay, isolated
-from backhaul_runtime.tensors.deferred_digest import KnownDigests, read
+from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
@@ -55,7 +54,6 @@ def replay_here(
     *,
     keep_saved: bool = False,
     histories: Mapping[int, Tensor] | None = None,
-    fixed: FixedDigests | None = None,
 ) -> Replay:
     """Replays a segment on the trainer's own devices and checks its values.
 
@@ -67,7 +65,6 @@ def replay_here(
         aids: The options of the call.
         keep_saved: Whether to keep the saved tensors, as for `Replay`.
         histories: Tensors whose autograd history the sources get, as for `Replay`.
-        fixed: Digests of parameters whose values are checked later; None to check all here.
 
     Raises:
         StaleTensorError: A captured tensor no longer has its value from forward.
@@ -78,7 +75,7 @@ def replay_here(
     try:
         for source, value in zip(recording.sources, values, strict=True):
             if not source.is_copy:
-                known.note(value, _checked_content(name, source, fixed))
+                known.note(value, _checked_content(name, source))
     except UnsupportedTensorError as error:
         raise StaleTensorError(
             f"segment {name}: {error.message}, and no worker stores its earlier value. Keep parameters allocated until "
@@ -124,11 +121,10 @@ def replay_here(
     return replayed(aids.context)
 
 
-def _checked_content(name: str, source: RecordedSource, fixed: FixedDigests | None) -> bytes:
+def _checked_content(name: str, source: RecordedSource) -> bytes:
     """Returns the digest of a source's contents. Raises StaleTensorError if they are not those of forward."""
     layout = layout_of(source.value)
-    digest = None if fixed is None else fixed.of(source.value, layout)
-    content = content_digest(source.value, layout) if digest is None else read(digest)
+    content = content_digest(source.value, layout)
     if tensor_address(layout, content) != source.address:
         raise _stale(name, source)
     return content
@@ -152,7 +148,6 @@ def gradients_here(
     aids: ReplayOptions = _NONE,
     *,
     ways: Mapping[int, Tensor] | None = None,
-    fixed: FixedDigests | None = None,
 ) -> list[Contribution]:
     """Computes the contributions of a segment on the trainer. Called in backward.
 
@@ -165,11 +160,10 @@ def gradients_here(
         aids: The options of the call.
         ways: For a backward that is batched or is differentiated itself: for each source, or output that other outputs
             follow from, a tensor through which gradients reach it. Its values are not read. See `Contribution.source`.
-        fixed: Digests of parameters, as for `replay_here`.
     """
     state = ambient_state.capture()
     with _ours(values):
-        replay = replay_here(name, program, recording, values, aids, histories=ways, fixed=fixed)
+        replay = replay_here(name, program, recording, values, aids, histories=ways)
         # The backward of a custom function may draw random numbers, and then draws them from the trainer's generators.
         if ways is None and not program.functions:
             ambient_state.apply(state, ambient_state.capture())

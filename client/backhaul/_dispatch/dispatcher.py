@@ -72,7 +72,7 @@ class Dispatcher:
         self._is_accumulating = self._keeps_share = False
         self._kept = 0  # calls of the present micro-batch whose activations the trainer keeps
         self._speeds: Mapping[str, float] = {}
-        self.fixed: FixedDigests | None = None
+        self._fixed: tuple[int, FixedDigests] | None = None  # with the thread whose block is open
         self._sites = CallSites()
         self._allows: JoinedNames | None = None
 
@@ -122,6 +122,12 @@ class Dispatcher:
                         return ""
                     reasons.setdefault(worker.connection.name, _in_words(mismatch))
         return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
+
+    @property
+    def fixed(self) -> FixedDigests | None:
+        """The digests of the block that the calling thread has open; None if it has none."""
+        thread, fixed = self._fixed or (0, None)
+        return fixed if thread == threading.get_ident() else None
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends the inputs of a call that begins now, if its program can be predicted."""
@@ -319,7 +325,8 @@ class Dispatcher:
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
         with self._lock:
-            self._is_accumulating, self._keeps_share, self.fixed = True, keeps_share, fixed
+            self._is_accumulating, self._keeps_share = True, keeps_share
+            self._fixed = threading.get_ident(), fixed
             self._kept = 0  # a forward of the block before may have failed
             self._placement.begin_block(trainers_share)
             self._speeds = speeds
@@ -328,7 +335,7 @@ class Dispatcher:
         finally:
             with self._lock:
                 self._placement.end_block()
-                self._is_accumulating, self._keeps_share, self.fixed = False, False, None
+                self._is_accumulating, self._keeps_share, self._fixed = False, False, None
                 self._speeds = {}
 
     def micro_batch_ended(self) -> int:

@@ -60,13 +60,15 @@ class Destination(Protocol):
         journal: Counts calls by name.
         telemetry: Reports calls; None if telemetry is off.
         copies: The copies of tensors that the trainer keeps.
-        fixed: Digests of parameters, while an accumulation block forbids to change them; None outside of blocks.
     """
 
     journal: Journal
     telemetry: Telemetry | None
     copies: Copies
-    fixed: FixedDigests | None
+
+    @property
+    def fixed(self) -> FixedDigests | None:
+        """Digests of parameters, while the calling thread has a block open in which they must not change; else None."""
 
     def keeps_activations(self, name: str) -> bool:
         """Whether the trainer keeps the activations of the call of this name that begins now."""

@@ -9,37 +9,44 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
 from backhaul_runtime.tensors.digest import content_digest
-from backhaul_runtime.tensors.layout import Layout, check_memory, layout_of
+from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class FixedDigests:
-    """Digests of parameters that must not change for some time. Any number of threads may use it."""
+    """Digests of parameters that must not change for some time. One thread uses it."""
 
     def __init__(self) -> None:
         # With each a reference to its storage, which prevents that torch uses the storage's address again.
         self._digests: dict[tuple[Any, ...], tuple[Digest, weakref.ref[Tensor], StorageWeakRef]] = {}
+        self._keys: dict[int, tuple[Any, ...]] = {}  # of each parameter, by its id
 
     def get(self, key: tuple[Any, ...]) -> Digest | None:
         """Returns the digest of the contents with this key; None if it is unknown."""
         known = self._digests.get(key)
         return None if known is None else known[0]
 
-    def of(self, tensor: Tensor, layout: Layout) -> Digest | None:
-        """Returns the digest of a tensor's contents; None if it is unknown. Raises the errors of `check_memory`."""
-        check_memory(tensor, layout)
-        return self.get(_key(tensor, layout))
-
     def add(self, parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> None:
-        """Notes the digest of a parameter."""
-        storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
-        self._digests[key] = digest, weakref.ref(parameter), storage
+        """Notes the digest of a parameter, unless another one with the same memory still lives.
+
+        If the parameter had other memory before, whoever has that now may write to it.
+        """
+        before = self._keys.get(id(parameter), key)
+        if before != key:
+            self._digests.pop(before, None)
+        self._keys[id(parameter)] = key
+        if key not in self._digests or self._digests[key][1]() is None:
+            storage = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
+            self._digests[key] = digest, weakref.ref(parameter), storage
 
     def changed(self) -> Tensor | None:
-        """Returns a parameter that was written to without a new version; None if there is none. Waits for devices."""
+        """Returns a parameter that was written to without a new version; None if there is none. Waits for devices.
+
+        Contents that are the same again, and parameters that have other memory now, or none, are not noticed.
+        """
         with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
-            for key, (digest, reference, _) in list(self._digests.items()):
+            for key, (digest, reference, _) in self._digests.items():
                 parameter = reference()
                 if parameter is not None and _is_changed(parameter, key, digest):
                     return parameter
@@ -48,6 +55,7 @@ class FixedDigests:
     def forget(self) -> None:
         """Forgets all digests, because parameters may change from here on."""
         self._digests.clear()
+        self._keys.clear()
 
 
 def _is_changed(parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> bool:

@@ -239,11 +239,6 @@ def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
     return view.set_(tensor.untyped_storage(), offset_bytes, (size_bytes,), (1,))
 
 
-def check_memory(tensor: Tensor, layout: Layout) -> None:
-    """Raises UnsupportedTensorError if the storage of a tensor was freed or shrunk, as FSDP does between uses."""
-    _check_memory(tensor, int(tensor.storage_offset()) * layout.dtype.itemsize + layout.span_bytes)
-
-
 def _check_memory(tensor: Tensor, end_bytes: int) -> None:
     size = tensor.untyped_storage().nbytes()
     if size < end_bytes:  # set_ would enlarge the storage
@@ -270,7 +265,7 @@ def host_bytes(data: Tensor) -> memoryview:
 def dense_bytes(tensor: Tensor, layout: Layout) -> memoryview:
     """Returns the memory of a dense tensor on the host, read-only. Keep the tensor alive. Raises as `byte_view`."""
     size = layout.span_bytes
-    check_memory(tensor, layout)
+    _check_memory(tensor, int(tensor.storage_offset()) * layout.dtype.itemsize + size)
     return _view_memory(tensor.data_ptr(), size, _READABLE) if size else memoryview(b"")
 
 
