@@ -46,3 +46,12 @@ def test_another_parameter_with_the_same_memory_hides_no_write() -> None:
     taken(nn.Parameter(parameter.data), fixed)
     parameter.data.add_(1)
     assert fixed.changed() is parameter
+
+
+def test_the_memory_of_a_parameter_that_is_gone_may_change() -> None:
+    memory, fixed = torch.zeros(4), FixedDigests()
+    before = taken(nn.Parameter(memory.data), fixed)
+    memory.data.add_(1)
+    parameter = nn.Parameter(memory.data)
+    assert taken(parameter, fixed) == content_digest(parameter, layout_of(parameter)) != before
+    assert fixed.changed() is None

@@ -23,9 +23,9 @@ class FixedDigests:
         self._keys: dict[int, tuple[Any, ...]] = {}  # of each parameter, by its id
 
     def get(self, key: tuple[Any, ...]) -> Digest | None:
-        """Returns the digest of the contents with this key; None if it is unknown."""
+        """Returns the digest of the contents with this key; None if it is unknown, or if its parameter is gone."""
         known = self._digests.get(key)
-        return None if known is None else known[0]
+        return None if known is None or known[1]() is None else known[0]
 
     def add(self, parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> None:
         """Notes the digest of a parameter, unless another one with the same memory still lives.
