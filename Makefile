@@ -77,7 +77,7 @@ $(INTEGRATIONS:%=test-integration-%): test-integration-%: .venv-integrations/%/.
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak
 
-# Measures every figure on two cores and compares it with its limit (under 15 minutes). Keep the machine idle otherwise.
+# Measures every figure on two cores and compares it with its limit (about 15 minutes). Keep the machine idle otherwise.
 bench: $(VENV)/.dev .venv-hivemind/.done
 	$(BIN)/backhaul bench --hivemind .venv-hivemind/bin/python --json bench.json $(if $(ONLY),--only $(ONLY))
 
