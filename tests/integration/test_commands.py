@@ -123,7 +123,7 @@ def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: 
     assert run("health", f"{url}/no/such/path")[0] == 1
 
     led = client.get("/", headers={"accept": "text/html"})
-    assert (led.status_code, led.headers["location"]) == (303, "/login")
+    assert (led.status_code, led.headers["location"]) == (303, "login")
     form = client.get("/login").text
     for path in re.findall(r'(?:src|href)="([^"]+)"', form):
         assert client.get(path).status_code == 200

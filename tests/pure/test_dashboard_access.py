@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from backhaul_server.dashboard.http import access, login_form
 from backhaul_server.dashboard.http.access import COOKIE, HEADERS, TokenMiddleware
@@ -24,7 +25,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 
 @asynccontextmanager
-async def visitor(guard: TokenMiddleware, base: str = "http://127.0.0.1:8080") -> AsyncIterator[httpx.AsyncClient]:
+async def visitor(guard: ASGIApp, base: str = "http://127.0.0.1:8080") -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=base) as client:
         yield client
 
@@ -71,11 +72,30 @@ def test_probes_and_what_the_form_is_made_of_are_open(path: str) -> None:
 def test_a_browser_is_led_to_the_form_and_a_program_is_not() -> None:
     async def visit(client: httpx.AsyncClient) -> None:
         led = await client.get("/runs?a=1", headers=HTML)
-        assert (led.status_code, led.headers["location"]) == (303, "/login")
+        assert (led.status_code, led.headers["location"]) == (303, "login")
         assert (await client.post("/", headers=HTML)).status_code == 401
         assert (await client.get("/", headers={**HTML, "authorization": "Bearer wrong"})).status_code == 401
 
     visits(visit)
+
+
+@pytest.mark.parametrize("root_path", ["", "/ml/backhaul"])
+def test_redirects_are_relative_and_the_cookie_is_for_the_prefix_of_a_proxy(root_path: str) -> None:
+    async def below(scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application as uvicorn does with a root path."""
+        path = root_path + scope["path"]
+        await TokenMiddleware(application, TOKEN)({**scope, "root_path": root_path, "path": path}, receive, send)
+
+    async def run() -> None:
+        async with visitor(below) as client:
+            for path, target in (("/", "login"), ("/api", "login"), ("/api/v1/runs", "../../login")):
+                assert (await client.get(path, headers=HTML)).headers["location"] == target
+            assert (await client.get("/static/style.css")).status_code == 200
+            answer = await log_in(client)
+            assert answer.headers["location"] == "./"
+            assert f"Path={root_path}/;" in answer.headers["set-cookie"]
+
+    asyncio.run(run())
 
 
 def test_a_login_lasts_until_it_is_ended() -> None:
@@ -83,12 +103,12 @@ def test_a_login_lasts_until_it_is_ended() -> None:
         form = await client.get("/login")
         assert (form.status_code, "alert" in form.text) == (200, False)
         answer = await log_in(client, f"  {TOKEN}\n")  # as it comes from a clipboard
-        assert (answer.status_code, answer.headers["location"]) == (303, "/")
+        assert (answer.status_code, answer.headers["location"]) == (303, "./")
         assert (await client.get("/", headers=HTML)).text == "inside /"
         name = client.cookies[COOKIE]
         assert (await client.get("/logout")).status_code == 405
         answer = await client.post("/logout")
-        assert (answer.status_code, answer.headers["location"]) == (303, "/login")
+        assert (answer.status_code, answer.headers["location"]) == (303, "login")
         assert COOKIE not in client.cookies
         again = await client.get("/metrics", headers={"cookie": f"{COOKIE}={name}"})
         assert again.status_code == 401
@@ -159,7 +179,7 @@ def test_a_login_leads_nowhere_else_and_takes_no_name_from_the_visitor() -> None
         answer = await client.post(
             "/login?next=https://evil.example", data={"token": TOKEN, "next": "https://evil.example"}
         )
-        assert answer.headers["location"] == "/"
+        assert answer.headers["location"] == "./"
         assert "fixed" not in answer.headers["set-cookie"]
         fixed = await client.get("/", headers={"cookie": f"{COOKIE}=fixed"})
         assert fixed.status_code == 401

@@ -387,7 +387,13 @@ def test_a_directory_that_cant_be_made_is_named() -> None:
             wait_until(lambda: "cannot be written (Permission denied)" in history.error, "it says so")
 
 
-def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_room(path: str) -> None:
+def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_room(
+    path: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[str] = []
+    reason = History._reason
+    monkeypatch.setattr(History, "_reason", lambda self, error: failed.append(reason(self, error)) or failed[-1])
+    caplog.set_level("INFO", "backhaul.dashboard")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with kept(path) as history:
         history.put(report_of(step_of(1)))
@@ -396,10 +402,14 @@ def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_r
         try:
             history.put(report_of(*(step_of(number) for number in range(2, 500))))
             wait_until(lambda: "cannot be read or written: check the disk" in history.error, "it says so")
+            wait_until(lambda: len(failed) >= 3, "it has tried again")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         wait_until(lambda: len(steps_of(history)) == 499, "it goes on")
         assert (history.error, history.dropped_steps) == ("", 0)
+    stopped, continued = [record.getMessage() for record in caplog.records]
+    assert stopped == f"The history of runs is not kept: {failed[0]}"
+    assert "is kept again" in continued
 
 
 def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The command `backhaul dashboard`."""
 
 import argparse
+import re
 import socket
 import sys
 
@@ -12,6 +13,7 @@ from backhaul_runtime.process.tls import files_of
 from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)*/?", re.ASCII)  # other characters would need an escape in the cookie's path
 EXAMPLES = (
     "backhaul dashboard --worker 127.0.0.1:50051    # then open http://127.0.0.1:8080",
     "backhaul dashboard --worker gpu-1:50051 gpu-2:50051 --worker-token-file worker.token --worker-tls dashboard",
@@ -33,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="127.0.0.1:8080",
         metavar="HOST:PORT",
         help="address to serve on; port 0 takes a free one (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--root-path",
+        type=_root_path,
+        default="",
+        metavar="PATH",
+        help="path prefix that a reverse proxy strips before it passes requests on, such as /ml/backhaul; "
+        "the login cookie is then sent to this prefix only",
     )
     parser.add_argument(
         "--token-file",
@@ -94,8 +104,17 @@ def run(arguments: argparse.Namespace) -> int:
     if trouble := history.trouble():
         print(f"backhaul dashboard: runs will not be kept over a restart: {trouble}", file=sys.stderr)
     app = create_app(sources, tokens, token, address.host, history, tls)
-    serve(app, listener)
+    serve(app, listener, arguments.root_path)
     return 0
+
+
+def _root_path(text: str) -> str:
+    """Returns a path prefix without its last slash. Raises ArgumentTypeError for text that is no absolute path."""
+    if not _ROOT_PATH.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is not a path: write it as it is in the address of the page, such as /ml/backhaul'
+        )
+    return text.rstrip("/")
 
 
 def _listen(address: Address, *, has_token: bool) -> socket.socket:

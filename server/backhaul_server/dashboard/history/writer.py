@@ -1,11 +1,12 @@
 """Keeps reports over restarts. A thread of its own writes them, so that no disk delays the dashboard.
 
-If the file cannot be used, the dashboard continues without history and shows why. The thread tries again once a second,
-so history continues when the cause is gone: the disk has room again, a lock was released, or a damaged file was moved
-away. Nothing in an existing file is renamed or deleted, except runs and steps older than the retention.
+If the file cannot be used, the dashboard continues without history, shows why, and logs it once. The thread tries again
+once a second, so history continues when the cause is gone: the disk has room again, a lock was released, or a damaged
+file was moved away. Nothing in an existing file is renamed or deleted, except runs and steps older than the retention.
 """
 
 import asyncio
+import logging
 import sqlite3
 import threading
 import time
@@ -21,6 +22,8 @@ from backhaul_server.dashboard.collect.events import LogEvent
 from backhaul_server.dashboard.history.archive import EventList, EventSelection, RunList, RunSelection, StepSeries
 from backhaul_server.dashboard.history.schema import HistoryRefusedError
 from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, ReportRows, event_row, report_rows
+
+logger = logging.getLogger("backhaul.dashboard")
 
 T = TypeVar("T")
 
@@ -147,7 +150,7 @@ class History:
             try:
                 answer.set_result(otherwise if file is None else question(file))
             except (sqlite3.Error, ValueError) as error:  # ValueError: a field holds no valid JSON
-                self.error = self._reason(error)
+                self._note(self._reason(error))
                 answer.set_result(otherwise)
 
         with self._wake:
@@ -196,9 +199,9 @@ class History:
             if queued or file is None:
                 file = file or HistoryFile(self._path)
                 file.write(queued)
-                self.error = ""
+                self._note("")
         except (OSError, sqlite3.Error, HistoryRefusedError) as error:
-            self.error = self._reason(error)
+            self._note(self._reason(error))
             if file is not None and _code(error) not in _USABLE:
                 file.close()
                 file = None
@@ -222,9 +225,18 @@ class History:
                 if self._is_stopping:
                     return False
         except sqlite3.Error as error:
-            self.error = self._reason(error)
+            self._note(self._reason(error))
             return False
         return True
+
+    @only_in("backhaul-history")
+    def _note(self, error: str) -> None:
+        """Sets `error`, and logs a line when the history stops, when it continues, and when the reason changes."""
+        if error and error != self.error:
+            logger.warning("The history of runs is not kept: %s", error)
+        elif self.error and not error:
+            logger.info("The history of runs is kept again in %s.", self._path)
+        self.error = error
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, HistoryRefusedError):

@@ -6,6 +6,8 @@ NOTE [Visitors]
 2. Without a token the dashboard listens only on this machine. A page of another site could still reach it through a
    host name that its owner points to this machine, so a request must name the dashboard as this machine does.
 3. A request with the right token never waits, whatever wrong tokens arrive. The length of a token prevents guessing.
+4. A proxy may serve the dashboard below a path prefix that it strips. So redirects and links are relative. The cookie
+   is set for the prefix, which the dashboard knows only from --root-path.
 """
 
 import asyncio
@@ -66,7 +68,7 @@ class TokenMiddleware:
             return
         request = Request(scope, receive)
         answer = await self._answer(request, self._token) if self._token is not None else self._check_host(request)
-        may_be_kept = self._token is None or scope["path"].startswith(OPEN_FOLDER)
+        may_be_kept = self._token is None or _path(request).startswith(OPEN_FOLDER)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -80,7 +82,7 @@ class TokenMiddleware:
 
     async def _answer(self, request: Request, token: str) -> Response | None:
         """Returns the answer to a visitor without access, None if the request may pass (Rule 1)."""
-        path = request.scope["path"]
+        path = _path(request)
         if path == "/login":
             return await self._login(request, token)
         if path == "/logout":
@@ -94,7 +96,7 @@ class TokenMiddleware:
         elif request.cookies.get(COOKIE) in self._logins:
             return None
         elif request.method in {"GET", "HEAD"} and "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse("/login", 303)
+            return _redirect(request, "login")
         return JSONResponse({"detail": "this dashboard wants its token, as a bearer credential"}, 401, _CHALLENGE)
 
     async def _login(self, request: Request, token: str) -> Response:
@@ -111,14 +113,14 @@ class TokenMiddleware:
             page = login_page("That is not this dashboard's token.", 401)
             page.headers.update(_CHALLENGE)
             return page
-        answer = RedirectResponse("/", 303)  # never a target that the request names
+        answer = _redirect(request, "./")  # never a target that the request names
         _set_cookie(answer, request, self._logins.open(), LASTS_S)
         return answer
 
     def _logout(self, request: Request) -> Response:
         if request.method != "POST":
             return _wrong_method("POST")
-        answer = RedirectResponse("/login", 303)
+        answer = _redirect(request, "login")
         name = request.cookies.get(COOKIE)
         if name is not None:  # a form on another site sends no cookie, so it cannot log a user out
             self._logins.close(name)
@@ -144,10 +146,22 @@ class TokenMiddleware:
         return PlainTextResponse(f"{_STRANGE_HOST}\n", 400)
 
 
+def _path(request: Request) -> str:
+    """Returns the path of a request below the prefix of --root-path, which the server puts in front of every path."""
+    path: str = request.scope["path"]
+    return path.removeprefix(request.scope.get("root_path", ""))
+
+
+def _redirect(request: Request, target: str) -> Response:
+    """Redirects to a path below the dashboard's root, relative to the path of the request (Rule 4)."""
+    return RedirectResponse("../" * (_path(request).count("/") - 1) + target, 303)
+
+
 def _set_cookie(answer: Response, request: Request, name: str, lasts_s: int) -> None:
     """Sets a cookie that only pages of this dashboard send, and that scripts cannot read."""
     secure = request.url.scheme == "https"
-    answer.set_cookie(COOKIE, name, lasts_s, path="/", secure=secure, httponly=True, samesite="strict")
+    path = request.scope.get("root_path", "") + "/"
+    answer.set_cookie(COOKIE, name, lasts_s, path=path, secure=secure, httponly=True, samesite="strict")
 
 
 def _wrong_method(allowed: str) -> Response:

@@ -146,9 +146,15 @@ def create_app(
     return app
 
 
-def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Serves an application of `create_app` on a bound socket. Returns within a second of SIGTERM or SIGINT."""
+def serve(app: FastAPI, listener: socket.socket, root_path: str = "") -> None:
+    """Serves an application of `create_app` on a bound socket. Returns within a second of SIGTERM or SIGINT.
+
+    Args:
+        app: The application that `create_app` returned.
+        listener: The bound socket, which must listen.
+        root_path: The path prefix that a proxy strips from requests, such as "/ml/backhaul"; empty for none.
+    """
     # asyncio sets this only on sockets that it creates itself. Without it each answer would wait 40 ms for the
     # acknowledgement of its header.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    Server(app, app.state.feed).run(sockets=[listener])
+    Server(app, app.state.feed, root_path).run(sockets=[listener])

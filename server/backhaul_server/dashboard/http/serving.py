@@ -22,12 +22,24 @@ class Server(uvicorn.Server):
     Uvicorn waits for open answers to end, and an event stream never does. So this closes the feed first, and a moment
     later the connections of clients that have not read their answers. While the server runs it closes the connections
     of clients that stop reading, because what they do not read stays in memory.
+
+    Args:
+        app: The application to serve.
+        feed: The event stream of the application.
+        root_path: The path prefix that a proxy strips from requests, such as "/ml/backhaul"; empty for none.
     """
 
-    def __init__(self, app: ASGIApp, feed: Feed) -> None:
-        # without log_config, uvicorn logs through the handlers of this process
+    def __init__(self, app: ASGIApp, feed: Feed, root_path: str = "") -> None:
         super().__init__(
-            uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, ws="none", lifespan="on")
+            uvicorn.Config(
+                app,
+                log_config=None,  # uvicorn then logs through the handlers of this process
+                log_level="warning",
+                access_log=False,
+                ws="none",
+                lifespan="on",
+                root_path=root_path,
+            )
         )
         self._feed = feed
         self._waiting: dict[asyncio.Transport, tuple[int, float]] = {}

@@ -60,7 +60,7 @@ function answer(document_, operation) {
 
 function route(document_, path, operation) {
   const id = path.slice(1).replaceAll(/[^a-z0-9]+/gi, "-").replace(/-$/, "");
-  const title = path.includes("{") ? code(path) : element("a", { href: path }, code(path));
+  const title = path.includes("{") ? code(path) : element("a", { href: path.slice(1) }, code(path));
   const lead = operation.description ?? operation.summary ?? "";
   const list = operation.parameters ?? [];
   return {
@@ -83,7 +83,7 @@ function rank(path) {
 }
 
 async function draw() {
-  const answered = await fetch("/api/v1/openapi.json");
+  const answered = await fetch("api/v1/openapi.json");
   if (!answered.ok) {
     setText(byId("about"), `/api/v1/openapi.json answers ${answered.status}. Is the dashboard up, and are you logged in?`);
     return;
@@ -91,7 +91,7 @@ async function draw() {
   const document_ = await answered.json();
   setText(byId("version"), `version ${document_.info.version}`);
   setText(byId("about"), `${document_.info.description ?? ""} All routes are read-only. The machine-readable form is at `.trimStart());
-  byId("about").append(element("a", { href: "/api/v1/openapi.json" }, "/api/v1/openapi.json"), ".");
+  byId("about").append(element("a", { href: "api/v1/openapi.json" }, "/api/v1/openapi.json"), ".");
   const routes = Object.entries(document_.paths)
     .filter(([, methods]) => methods.get)
     .sort(([a], [b]) => rank(a) - rank(b) || a.localeCompare(b))

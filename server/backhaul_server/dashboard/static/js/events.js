@@ -130,7 +130,7 @@ function show() {
 async function refresh(signal) {
   const range = { runs: chosenRun() === "" ? [] : chosenRuns().slice(0, MOST_RUNS), ...boundsOfRange(), limit: MOST };
   const chosen = filters();
-  const [all, some] = await Promise.all([range, ...(chosen ? [{ ...range, ...chosen }] : [])].map((query) => ask("/api/v1/events", query, signal)));
+  const [all, some] = await Promise.all([range, ...(chosen ? [{ ...range, ...chosen }] : [])].map((query) => ask("api/v1/events", query, signal)));
   answer = all;
   filtered = some ?? all;
   show();

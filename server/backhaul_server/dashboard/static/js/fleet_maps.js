@@ -41,7 +41,7 @@ function sentenceOf(fleet, field) {
 export function startFleetMaps() {
   const maps = Object.entries(MAPS).map(([id, field]) => [field, new GridMap(byId(id), field, goToWorker)]);
   const poll = new Poll(byId("fleet-maps"), 2000, async (signal) => {
-    const answer = await ask("/api/v1/fleet", { ...rangeQuery(), points: POINTS }, signal);
+    const answer = await ask("api/v1/fleet", { ...rangeQuery(), points: POINTS }, signal);
     const fleet = fixedRange() ? answer : recent(settled(answer));
     for (const [field, map] of maps) map.update(fleet, sentenceOf(fleet, field));
   });

@@ -124,7 +124,7 @@ function showPhases(all) {
 async function refresh(signal) {
   const run = shownRun();
   const asked = { ...rangeQuery(KEPT_S), run: isUnknown(run) ? "" : run, worker: state("worker"), method: state("rpc") };
-  const latency = await ask("/api/v1/latency", asked, signal);
+  const latency = await ask("api/v1/latency", asked, signal);
   const [since] = rangeBounds();
   byId("latency-kept").hidden = since > Date.now() / 1000 - KEPT_S - 1;
   showRpcs(latency.rpcs);

@@ -19,7 +19,7 @@ export function follow(onLive, onAge) {
   const open = () => {
     source?.close();
     openedMs = performance.now();
-    source = new EventSource("/api/v1/live");
+    source = new EventSource("api/v1/live");
     source.addEventListener("live", (event) => {
       heardMs = performance.now();
       onLive(JSON.parse(event.data));

@@ -177,7 +177,7 @@ function showTrainer(run) {
 async function refresh(signal) {
   const workers = byId("memory-of").querySelectorAll("optgroup:first-child option").length;
   poll.intervalMs = workers > MANY ? SELDOM_MS : OFTEN_MS;
-  const history = await ask("/api/v1/memory", { ...rangeQuery(), points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
+  const history = await ask("api/v1/memory", { ...rangeQuery(), points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
   const select = byId("memory-of");
   setOptions(select, options(history));
   if (state("memory") && [...select.options].some((option) => option.value === state("memory"))) select.value = state("memory");

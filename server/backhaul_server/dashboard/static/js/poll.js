@@ -11,7 +11,7 @@ export class RefusedError extends Error {
 /** Returns the answer of a route of the API. Throws a RefusedError if the dashboard answers with another status than 200. */
 export async function ask(path, parameters = {}, signal = undefined) {
   const answer = await fetch(pathTo(path, parameters), { cache: "no-store", signal });
-  if (answer.status === 401) location.assign("/login"); // the credential has expired while the page was open
+  if (answer.status === 401) location.assign("login"); // the credential has expired while the page was open
   if (!answer.ok) throw new RefusedError(answer.status, await sentenceOf(answer));
   return answer.json();
 }

@@ -147,7 +147,7 @@ function drawCharts(runs, all) {
 }
 
 async function refresh(signal) {
-  const answer = await ask("/api/v1/runs", { query: state("search"), tag: state("tag"), ...pages.query }, signal);
+  const answer = await ask("api/v1/runs", { query: state("search"), tag: state("tag"), ...pages.query }, signal);
   learnRuns(answer.items);
   list = answer.items;
   if (usual.length === 0) usual = list.filter((run) => run.steps > 0).slice(0, 2).map((run) => run.run);
@@ -166,7 +166,7 @@ async function refresh(signal) {
 /** Returns the steps of a run; none if the dashboard has forgotten the run, so that the others are still compared. */
 async function stepsOf(run, asked, signal) {
   try {
-    return await ask(`/api/v1/runs/${encodeURIComponent(run)}/steps`, asked, signal);
+    return await ask(`api/v1/runs/${encodeURIComponent(run)}/steps`, asked, signal);
   } catch (error) {
     if (!(error instanceof RefusedError)) throw error;
     return { step: [], ...Object.fromEntries(Object.keys(CHARTS).map((field) => [field, []])) };

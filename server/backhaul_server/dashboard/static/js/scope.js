@@ -146,7 +146,7 @@ async function learnChosen() {
   const run = state("run");
   if (run === "" || runs.has(run)) return;
   try {
-    learnRuns([await ask(`/api/v1/runs/${encodeURIComponent(run)}`)]);
+    learnRuns([await ask(`api/v1/runs/${encodeURIComponent(run)}`)]);
   } catch (error) {
     console.debug(error); // an unknown run stays chosen, and the page says that it knows nothing of it
     if (error instanceof RefusedError && error.status === 404) unknown.add(run);

@@ -82,7 +82,7 @@ function begin() {
 function showQuery() {
   table.showSort(state("sort"), state("order") === "down");
   byId("segments-table").setAttribute("aria-busy", "true");
-  byId("segments-csv").href = pathTo("/api/v1/segments.csv", query());
+  byId("segments-csv").href = pathTo("api/v1/segments.csv", query());
   showPages();
 }
 
@@ -94,7 +94,7 @@ function showPages() {
 }
 
 async function refresh(signal) {
-  const page = await ask("/api/v1/segments", { ...query(), offset, limit: PAGE }, signal);
+  const page = await ask("api/v1/segments", { ...query(), offset, limit: PAGE }, signal);
   total = page.total;
   nowS = page.at_s;
   offerReasons(page.reasons);

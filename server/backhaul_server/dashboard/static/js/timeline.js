@@ -119,7 +119,7 @@ function show(timeline) {
   setText(byId("timeline-chart").querySelector("figcaption"), caption);
   showSteps(timeline);
   byId("timeline-export").hidden = timeline.spans.length === 0;
-  byId("timeline-export").href = pathTo("/api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
+  byId("timeline-export").href = pathTo("api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
 }
 
 function showRefusal(sentence) {
@@ -138,7 +138,7 @@ async function refresh(signal) {
   if (isKnown) return;
   const asked = { newest, atMs: performance.now() };
   const [since, until] = fixedRange() ?? [];
-  const timeline = await ask("/api/v1/timeline", { runs: chosenRuns(), steps: state("steps"), since_s: since, until_s: until }, signal);
+  const timeline = await ask("api/v1/timeline", { runs: chosenRuns(), steps: state("steps"), since_s: since, until_s: until }, signal);
   if (isPaused || lanes.pointed !== null) return;
   show(timeline);
   shown = asked;

@@ -86,7 +86,7 @@ function sentence(shown) {
 }
 
 async function refresh(signal) {
-  topology = await ask("/api/v1/topology", {}, signal);
+  topology = await ask("api/v1/topology", {}, signal);
   show();
 }
 
