@@ -392,7 +392,12 @@ def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_r
 ) -> None:
     failed: list[str] = []
     reason = History._reason
-    monkeypatch.setattr(History, "_reason", lambda self, error: failed.append(reason(self, error)) or failed[-1])
+
+    def noted(self: History, error: Exception) -> str:
+        failed.append(reason(self, error))
+        return failed[-1]
+
+    monkeypatch.setattr(History, "_reason", noted)
     caplog.set_level("INFO", "backhaul.dashboard")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with kept(path) as history:
