@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test test-simulated-gpu fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -15,6 +15,10 @@ demo: $(VENV)/.server
 # Three processes or four: tests wait for processes that they start, and each process of ours has a worker of its own.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) > 3 ? 4 : 3)) --dist worksteal
+
+# What a GPU runs, on a simulated one that needs none: see tests/support/simulated_cuda/README.md.
+test-simulated-gpu: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda python -m pytest --numprocesses 2 tests/accelerators
 
 # Tests that take at most 0.25 s and start no worker process. Those in tests/pure run with torch blocked.
 fast: $(VENV)/.dev

@@ -1,0 +1,103 @@
+"""Trainers on an accelerator: the same gradients, and a forward that never waits for the device."""
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul._config import LOCALS, Local
+from conftest import QUIET_S
+from integration.test_accelerators import WIDTH, blocks, build, forward, fused, twice
+from support.bits import Checkpoint, differing, plainly, train
+from support.processes import WorkerProcess
+
+
+@pytest.fixture(scope="module")
+def gpu_worker() -> Iterator[WorkerProcess]:
+    with WorkerProcess("--memory", "1GiB", "--device", "cuda") as process:
+        yield process
+
+
+@pytest.fixture
+def on_gpu(gpu_worker: WorkerProcess, returns: str) -> Iterator[Checkpoint]:
+    """Recomputes on the worker and nowhere else."""
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        yield lambda *args: session.checkpoint(*args, returns=returns, strict=True)
+
+
+def build_on_gpu() -> nn.Module:
+    return build().cuda()
+
+
+@pytest.mark.parametrize("optimizer", [fused, lambda parameters: torch.optim.SGD(parameters, lr=0.1)])
+def test_gradients_on_a_gpu_are_equal(on_gpu: Checkpoint, optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    ours = train(on_gpu, build_on_gpu, twice, steps=3, optimizer=optimizer)
+    assert differing(ours, train(plainly, build_on_gpu, twice, steps=3, optimizer=optimizer)) == []
+
+
+@pytest.mark.parametrize(("share", "last"), [(0, 0), (1, 0), (0, 2), (1, 1)])
+@pytest.mark.parametrize("local", LOCALS)
+def test_blocks_on_a_gpu(
+    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, share: int, last: int, local: Local
+) -> None:
+    torch.manual_seed(1)
+    model = build_on_gpu()
+    twin = copy.deepcopy(model)
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
+        monkeypatch.setattr(session._shares[local], "last_segments", lambda *_: last)
+        monkeypatch.setattr(session, "accumulate", partial(session.accumulate, local))
+        ours = blocks(session.checkpoint, model, session)
+        assert session.report().fallbacks == 0
+    assert differing(ours, blocks(plainly, twin, None)) == []
+
+
+def test_gradients_are_equal_where_the_trainer_computes_on_a_stream_of_its_own(on_gpu: Checkpoint) -> None:
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            ours = train(checkpoint, build_on_gpu, twice, optimizer=fused)
+        torch.cuda.synchronize()
+        return ours
+
+    assert differing(case(on_gpu), case(plainly)) == []
+
+
+def test_what_the_gpu_has_yet_to_compute_is_sent_once_it_has(on_gpu: Checkpoint) -> None:
+    def late(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        x = torch.zeros(8, WIDTH, device="cuda")
+        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        x += torch.randn(8, WIDTH, device="cuda")
+        x.requires_grad_()
+        return forward(checkpoint, model, x, torch.ones(WIDTH, device="cuda")), [x]
+
+    assert differing(train(on_gpu, build_on_gpu, late), train(plainly, build_on_gpu, late)) == []
+
+
+def test_forward_never_waits_for_the_gpu(on_gpu: Checkpoint) -> None:
+    trainer, waits = threading.current_thread(), list[str]()
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if threading.current_thread() is trainer:
+            waits.append(str(message))
+
+    model = build_on_gpu()
+    for _ in range(2):  # the first allocates, and finds out what calls will be
+        x, mask = torch.randn(8, WIDTH, device="cuda", requires_grad=True), torch.ones(WIDTH, device="cuda")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = note
+            waits.clear()
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                loss = forward(on_gpu, model, x, mask)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        loss.backward()
+    assert waits == []
