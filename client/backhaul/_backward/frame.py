@@ -217,7 +217,7 @@ class Frame:
         remote = self.remote
         assert remote is not None
         assert self.program is not None
-        state = ambient_state.limited(state, self.program.ambient_states)
+        state = ambient_state.as_far_as(state, self.program.ambient_states)
         if changed := self.call.recording.changed_function():
             raise ReplayError(
                 f"the custom autograd function {changed}, or a value that it reads, was changed after forward"

@@ -30,6 +30,7 @@ from backhaul_runtime.program.program import (
 from backhaul_runtime.program.schema import check_call
 from backhaul_runtime.tensors.layout import dtype_named
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.ambient_settings import Value
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES
 
 FORMAT = 1
@@ -131,11 +132,11 @@ def encode_state(state: ambient_state.State) -> program_pb2.AmbientState:
     return program_pb2.AmbientState(settings=settings)
 
 
-def _setting(setting: program_pb2.Setting) -> ambient_state.Value:
+def _setting(setting: program_pb2.Setting) -> Value:
     kind = setting.WhichOneof("value")
     if kind is None:
         raise ProgramError("an ambient setting has no value")
-    value: ambient_state.Value = getattr(setting, kind)
+    value: Value = getattr(setting, kind)
     return value
 
 

@@ -19,11 +19,14 @@ class AmbientStates:
     Attributes:
         pack: The hook, until the call has ended.
         present: The number of the state of the node that is being recorded, or was recorded last.
+        uses_cuda: Whether the call has used a tensor on CUDA. Otherwise its states don't have CUDA's settings, so that
+            a worker without CUDA can apply them.
     """
 
     def __init__(self, pack: Callable[[Tensor], object] | None) -> None:
         self.pack = pack
         self.present = 0
+        self.uses_cuda = False
         self._state: ambient_state.State = ()  # that of `present`; the next op usually has the same
         self._numbers: dict[ambient_state.State, int] = {}
         self._cleared = self._cleared_before_op = ambient_state.cleared_casts()  # that of the last recorded node
@@ -42,7 +45,7 @@ class AmbientStates:
 
     def with_grad(self, number: int) -> int:
         """Returns the number of a state with gradients enabled that is otherwise equal to the one of this number."""
-        return self._number(ambient_state.with_grad(self.states[number]))
+        return self._number(ambient_state.with_grad(tuple(self._numbers)[number]))
 
     def _number(self, state: ambient_state.State) -> int:
         return self._numbers.setdefault(state, len(self._numbers))
@@ -59,7 +62,7 @@ class AmbientStates:
     @property
     def states(self) -> tuple[ambient_state.State, ...]:
         """All states by number."""
-        return tuple(self._numbers)
+        return tuple(self._numbers if self.uses_cuda else map(ambient_state.without_cuda, self._numbers))
 
     @property
     def used_autocast(self) -> bool:

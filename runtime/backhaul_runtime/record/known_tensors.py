@@ -166,6 +166,8 @@ class KnownTensors:
 
     def _add(self, tensor: Tensor, ref: Ref) -> None:
         requires_grad = tensor.requires_grad
+        if tensor.is_cuda:
+            self._states.uses_cuda = True
         has_no_history = requires_grad and not torch.is_grad_enabled() and isinstance(ref, ResultRef)
         self._known[identity_of(tensor)] = _Known(
             ref, WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history

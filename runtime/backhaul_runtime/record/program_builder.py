@@ -2,15 +2,12 @@
 
 from dataclasses import replace
 
-import torch
-
 from backhaul_runtime.program.op_rules import MAKES_LEAF
-from backhaul_runtime.program.program import Node, Program, Ref, Source, parts_in
+from backhaul_runtime.program.program import Node, Program, Ref, Source
 from backhaul_runtime.record.ambient_states import AmbientStates
 from backhaul_runtime.record.interior_memory import InteriorMemory
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.sources import SourceLedger
-from backhaul_runtime.torch_internals import ambient_state
 
 
 class ProgramBuilder:
@@ -89,7 +86,7 @@ class ProgramBuilder:
                 Source(source.requires_grad, source.is_leaf, source.is_written) for source in self._recording.sources
             ),
             nodes=tuple(self.nodes),
-            ambient_states=self._ambient_states(),
+            ambient_states=self._states.states,
             outputs=outputs,
             saved_count=self._recorded_saves,
             saved_bytes=self._interior.unreturned_bytes,
@@ -97,19 +94,5 @@ class ProgramBuilder:
             types=tuple(self.types),
         )
 
-    def _ambient_states(self) -> tuple[ambient_state.State, ...]:
-        """Returns the states that nodes run under, without CUDA's settings if no op runs there."""
-        states = self._states.states
-        is_on_host = not any(source.layout.is_on_accelerator for source in self._recording.sources)
-        if is_on_host and ambient_state.has_cuda() and not any(map(_names_accelerator, self.nodes)):
-            return tuple(map(ambient_state.without_cuda, states))
-        return states
-
     def _cut_generator_states(self) -> None:
         del self._recording.generator_states[sum(node.draws for node in self.nodes) :]
-
-
-def _names_accelerator(node: Node) -> bool:
-    """Whether an op has a device other than the host among its arguments, as a factory function may."""
-    values = (node.args, tuple(value for _, value in node.kwargs))
-    return any(isinstance(part, torch.device) and part.type != "cpu" for part in parts_in(values))

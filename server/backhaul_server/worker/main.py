@@ -19,7 +19,7 @@ from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.units import size_text
-from backhaul_runtime.torch_internals.ambient_state import max_threads
+from backhaul_runtime.torch_internals.ambient_settings import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.allowed import import_allowed
 from backhaul_server.worker.announcement import announcement
