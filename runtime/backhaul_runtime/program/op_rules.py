@@ -67,20 +67,6 @@ CHECKED_WHEN_RECORDED = frozenset(
 READS_ONLY_SHAPES = frozenset({"aten.bernoulli.p"})
 """Ops that read only the shapes and dtypes of their arguments, beside those that say so in their names."""
 
-UNDEFINED_SAVES = frozenset(
-    {
-        "aten.ctc_loss.IntList",
-        "aten.ctc_loss.Tensor",
-        "aten.lstm.input",
-        "aten.lstm.data",
-        "aten.rrelu.default",
-        "aten.rrelu_.default",
-        "aten.rrelu_with_noise.default",
-    }
-)
-"""Ops that save workspaces with undefined bytes. The value check compares what such an op reads, not what it saves."""
-
-
 DECIDE_IN_BACKWARD = frozenset(
     f"aten.{op}"
     for op in [
@@ -229,3 +215,14 @@ def written_tensors(op_rules: OpRules, args: Sequence[Any], kwargs: Mapping[str,
 def hides_write(name: str, tensor: Tensor) -> bool:
     """Whether a tensor that autograd saves in this op may be a statistic that the op then overwrites, unversioned."""
     return name in HIDDEN_WRITES and tensor.dim() == 1
+
+
+def argument(op: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the argument of an op with this name, or its default; None if the op has no such argument."""
+    position, default = _parameters(op).get(name, (len(args), None))
+    return args[position] if position < len(args) else kwargs.get(name, default)
+
+
+@cache
+def _parameters(op: OpOverload) -> Mapping[str, tuple[int, Any]]:
+    return {parameter.name: (index, parameter.default_value) for index, parameter in enumerate(arguments_of(op))}

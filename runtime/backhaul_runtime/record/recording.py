@@ -73,10 +73,10 @@ class SavedTensor:
         layout: The layout of the tensor when it was saved.
         source: Index of the source whose storage the tensor lies in, -1 if it lies in no source.
         offset: The tensor's offset in its storage, in elements.
-        is_undefined: Whether its bytes may be undefined by design. The digest then covers its layout and all tensors
-            that the op read.
-        sketch: The random projection of its values, or of the tensors that the op read if `is_undefined`. Empty if a
-            replay must give equal bits.
+        is_undefined: Whether its bytes may be undefined by design. The digest then covers its layout, and all tensors
+            that the op read if the op is one of UNDEFINED_SAVES.
+        sketch: The random projection of its values; if `is_undefined`, that of the tensors that the op read, or zeros.
+            Empty if a replay must give equal bits.
     """
 
     noted: Digest

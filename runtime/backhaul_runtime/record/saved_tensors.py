@@ -3,9 +3,10 @@
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.record.running_call import RunningCall
-from backhaul_runtime.tensors.deferred_digest import digest_of
+from backhaul_runtime.tensors.deferred_digest import Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -42,7 +43,11 @@ class SavedTensorRecorder:
         except UnsupportedTensorError as error:
             raise Refusal(f"autograd saves a {error.fields['reason']}") from None
         reads = call.op.reads
-        content = call.contents.digest(tensor, layout) if reads is None else reads
+        is_undefined = reads is not None or (call.op.is_undefined is not None and call.op.is_undefined(tensor))
+        if is_undefined:
+            content: Digest = UNDEFINED_CONTENT if reads is None else reads
+        else:
+            content = call.contents.digest(tensor, layout)
         source = next(iter(call.sources.at(storage_key(tensor))), -1)
         is_hidden = source < 0 and call.interior.is_hidden(tensor)
         if is_hidden:
@@ -51,6 +56,6 @@ class SavedTensorRecorder:
         if call.recording.refusal is None:
             call.builder.note_save()
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
-        saved = SavedTensor(digest, call.op.name, layout, source, offset, is_undefined=reads is not None)
+        saved = SavedTensor(digest, call.op.name, layout, source, offset, is_undefined=is_undefined)
         saved.sketch = call.choices.sketch(tensor, saved, is_hidden=is_hidden)
         return saved

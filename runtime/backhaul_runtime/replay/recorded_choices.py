@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError
-from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, GEOMETRY, UNDEFINED_SAVES, OpRules, rules, tensors_in
+from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, GEOMETRY, OpRules, argument, rules, tensors_in
+from backhaul_runtime.program.undefined_saves import UNDEFINED_SAVES, UNDEFINED_SKETCH
 from backhaul_runtime.tensors.layout import copy_exact
 from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
-from backhaul_runtime.torch_internals.private import OpOverload, arguments_of, op_name
+from backhaul_runtime.torch_internals.private import OpOverload, op_name
 from backhaul_runtime.torch_internals.storages import storage_key
 
 DRAWN_RESULTS = frozenset(
@@ -94,7 +95,7 @@ def _drawn(op: OpOverload, args: Any, kwargs: Any, returned: Any) -> list[Tensor
         return [returned[1]]
     if base in DRAWN_RESULTS:
         return tensors_in(returned)
-    if _argument(op, "dropout_p", args, kwargs) == 0:  # fused attention
+    if argument(op, "dropout_p", args, kwargs) == 0:  # fused attention
         return []
     raise Refusal(f"the draws of {op} can't be sent to a worker with other hardware")
 
@@ -132,7 +133,7 @@ class ChoiceRecorder:
 
     def __init__(self) -> None:
         self._hidden: list[Tensor] = []  # decisions that autograd saves and the op may not return
-        self._reads: tuple[float, ...] = ()
+        self._undefined = UNDEFINED_SKETCH
 
     def begin(self, op_rules: OpRules, read: Sequence[Tensor]) -> None:
         """Prepares for an op. Called before the op runs.
@@ -145,7 +146,7 @@ class ChoiceRecorder:
             Refusal: The op's backward makes a decision that cannot be recorded.
         """
         self._hidden.clear()
-        self._reads = projections(read) if op_rules.name in UNDEFINED_SAVES else ()
+        self._undefined = projections(read) if op_rules.name in UNDEFINED_SAVES else UNDEFINED_SKETCH
         if op_rules.name in DECIDE_IN_BACKWARD and any(tensor.requires_grad for tensor in read):
             raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds differently")
 
@@ -155,11 +156,12 @@ class ChoiceRecorder:
         Args:
             tensor: The tensor, saved by the op that runs at present.
             is_hidden: Whether its storage belongs to no source and to no result of an op.
-            is_undefined: Whether its bytes are undefined, so that the op's arguments are projected instead.
+            is_undefined: Whether its bytes are undefined. For an op of UNDEFINED_SAVES its arguments are projected
+                instead.
             is_fixed: Whether it is part of a source that is not written to, so that its bits are equal everywhere.
         """
         if is_undefined:
-            return self._reads
+            return self._undefined
         if is_hidden and decides(tensor):
             self._hidden.append(tensor.detach())
         return () if is_fixed else projections([tensor])
@@ -273,14 +275,7 @@ def _gathered(op: OpOverload, args: Any, kwargs: Any, values: Tensor, places: Te
         return source.flatten(-spatial).gather(-1, places.flatten(-spatial)).view_as(values)
     if source.dim() == 0:
         return source
-    dim = _argument(op, "dim", args, kwargs)
+    dim = argument(op, "dim", args, kwargs)
     if places.dim() < source.dim():
         return source.gather(dim, places.unsqueeze(dim)).squeeze(dim)
     return source.gather(dim, places)
-
-
-def _argument(op: OpOverload, name: str, args: Any, kwargs: Any) -> Any:
-    for position, argument in enumerate(arguments_of(op)):
-        if argument.name == name:
-            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
-    return None

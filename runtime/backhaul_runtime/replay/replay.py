@@ -35,7 +35,6 @@ from backhaul_runtime.program.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
-    UNDEFINED_SAVES,
     UNWRITTEN_RESULTS,
     rules,
     tensors_in,
@@ -43,6 +42,7 @@ from backhaul_runtime.program.op_rules import (
 )
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
+from backhaul_runtime.program.undefined_saves import UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.replay.backward_watch import BackwardWatch
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
@@ -288,7 +288,7 @@ class Replay:
         # torch calls these ops below autograd, and for some of them autograd has no formula.
         if not rules(op).reads_values:
             args = [value.detach() if isinstance(value, Tensor) else value for value in args]
-        self._packing.op = node.op
+        self._packing.op, self._packing.is_undefined = node.op, undefined_saves(op, args, kwargs)
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
         with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
@@ -330,7 +330,7 @@ class Replay:
         function = names.function(node.op)
         if node.draws:
             self._generator(args, {})
-        self._packing.op = node.op
+        self._packing.op, self._packing.is_undefined = node.op, None
         self._packing.reads = None
         check = self._begin_check(node, results)
         try:

@@ -10,6 +10,7 @@ from backhaul_runtime.program.op_rules import (
     hides_write,
 )
 from backhaul_runtime.program.program import is_function_name
+from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SKETCH
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
@@ -55,7 +56,8 @@ class SavedTensorPacker:
         digests: The digest of each saved tensor, in order; possibly still on an accelerator.
         kept: The saved tensors, in order; empty unless `keep_saved` is set.
         op: Name of the op that runs. The replay sets it before each op.
-        reads: Digest of all tensors that the op reads, if the bytes that it saves may be undefined; else None.
+        reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
+        is_undefined: Says which of the tensors that the op saves have undefined bytes; None if none has.
         reads_sketch: Random projection of all tensors that the op reads, as for `reads`; else empty.
         of_functions: Keys of the storages of what custom functions have saved.
         wants_sketches: Whether random projections of saved tensors are computed.
@@ -76,17 +78,17 @@ class SavedTensorPacker:
         self.kept: list[VersionedTensor] = []
         self.op = ""
         self.reads: bytes | None = None
+        self.is_undefined: Callable[[Tensor], bool] | None = None
         self.of_functions: set[int] = set()
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
         """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
         layout = layout_of(tensor)
         with DisableTorchDispatch():  # modes around the ops must not see the ops that compute digests
-            content = self.reads if self.reads is not None else self._contents.take(tensor, layout)
+            content, sketch = self._content_of(tensor, layout)
             self.digests.append(digest_of(saved_digest, layout, content))
             if self.wants_sketches:
-                own = () if storage_key(tensor) in self._fixed else projections([tensor])
-                self.sketches.append(own if self.reads is None else self.reads_sketch)
+                self.sketches.append(sketch)
             if hides_write(self.op, tensor):  # the op will change it without a new version
                 tensor = copy_exact(tensor, layout)
         if self._meter is not None:
@@ -97,6 +99,15 @@ class SavedTensorPacker:
         if self._keep_saved:
             self.kept.append(saved)
         return saved
+
+    def _content_of(self, tensor: Tensor, layout: Layout) -> tuple[Digest, tuple[float, ...]]:
+        """Returns what is compared of a saved tensor's content: the digest, and the random projection if wanted."""
+        if self.reads is not None:
+            return self.reads, self.reads_sketch
+        if self.is_undefined is not None and self.is_undefined(tensor):
+            return UNDEFINED_CONTENT, UNDEFINED_SKETCH
+        needs_sketch = self.wants_sketches and storage_key(tensor) not in self._fixed
+        return self._contents.take(tensor, layout), projections([tensor]) if needs_sketch else ()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """Returns the digest of a tensor's contents."""
