@@ -31,11 +31,15 @@ This module imports neither torch nor gRPC: the table at its end holds the names
 """
 
 import json
+import logging
 import re
+import traceback
 from collections.abc import Mapping
 from typing import Any, Self
 
 from backhaul_runtime.sealing import SEAL_BYTES, is_sealed, sealed
+
+logger = logging.getLogger("backhaul")
 
 __all__ = [
     "AccumulationError",
@@ -272,6 +276,7 @@ class Refusal(Exception):  # noqa: N818  a decision, never seen outside
         reason: The reason, for the log and the report.
         is_said: Whether the reason has already been logged.
         is_chosen: Whether the trainer computes the call by choice. Otherwise it counts as a fallback.
+        cause: The unexpected exception behind it, without its traceback, which would keep tensors alive; else None.
     """
 
     def __init__(self, reason: str, *, is_said: bool = False, is_chosen: bool = False) -> None:
@@ -279,10 +284,36 @@ class Refusal(Exception):  # noqa: N818  a decision, never seen outside
         self.reason = reason
         self.is_said = is_said
         self.is_chosen = is_chosen
+        self.cause: Exception | None = None
 
     @classmethod
-    def of(cls, error: BaseException) -> Self:
-        """Returns a refusal for an exception that recording raised, so that the user's function is not interrupted."""
+    def of(cls, error: Exception) -> Self:
+        """Returns a refusal for an exception of Backhaul's own code, so that it does not reach the user's forward.
+
+        Logs the traceback of an unexpected exception the first time that one is raised at its place.
+        """
         if isinstance(error, cls):
             return error
-        return cls(f"recording failed: {type(error).__name__}: {error}")
+        log_once(error)
+        refusal = cls(f"recording failed: {type(error).__name__}: {error}")
+        refusal.cause = error.with_traceback(None)
+        return refusal
+
+
+_MOST_LOGGED = 1000
+_logged: set[tuple[type, str, int]] = set()
+
+
+def log_once(error: Exception) -> None:
+    """Logs the traceback of an unexpected exception, unless one of its type was logged for the same line before."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    key = type(error), last.tb_frame.f_code.co_filename if last else "", last.tb_lineno if last else 0
+    if key not in _logged and len(_logged) < _MOST_LOGGED:
+        _logged.add(key)
+        # As text, because a handler may keep the record, and a traceback leads to tensors.
+        text = "".join(traceback.format_exception(error))
+        logger.error(
+            "An error inside Backhaul. Training continues without a worker for this call. Please report it:\n%s", text
+        )

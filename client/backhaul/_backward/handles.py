@@ -39,15 +39,20 @@ class CheckpointedCall:
     local_reason: str = ""
     inside_reason: str = ""
 
-    def check_strict(self, reason: str) -> None:
-        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes the segment or decides to."""
+    def check_strict(self, reason: str, cause: Exception | None = None) -> None:
+        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes the segment or decides to.
+
+        Args:
+            reason: Why no worker recomputes the segment.
+            cause: The unexpected exception behind the reason, from which the error is raised.
+        """
         if self.options.strict:
             raise NotRemoteError(
                 f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
                 "strict=True to let the trainer recompute it",
                 segment=self.name,
                 reason=reason,
-            )
+            ) from cause
 
     def check_backward(self) -> None:
         """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint rejects."""

@@ -106,23 +106,23 @@ class Lineage:
     recipes: "dict[int, Recipe]" = field(default_factory=dict)
     serial: int = field(default_factory=lambda: next(_serials))
 
-    def release(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
-        """Drops copies once the segment was given to an uploader: those with a recipe, or all under durability "none".
+    def find_recipes(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
+        """Notes the recipes of the copies that `release` may drop.
 
         Args:
             recipe_of: Returns the recipe of a source, None if it has none.
         """
-        if self.durability == "host":
-            return
+        if self.durability == "lineage":
+            for index, source in enumerate(self.recording.sources):
+                recipe = recipe_of(index) if source.is_copy and not source.is_written else None
+                if recipe is not None:
+                    self.recipes[index] = recipe
+
+    def release(self) -> None:
+        """Drops copies once an uploader has the segment: those with a recipe, or all under durability "none"."""
         for index, source in enumerate(self.recording.sources):
-            if not source.is_copy:
-                continue
-            if self.durability == "lineage":
-                recipe = None if source.is_written else recipe_of(index)
-                if recipe is None:
-                    continue
-                self.recipes[index] = recipe
-            source.kept_value = None
+            if source.is_copy and (index in self.recipes or self.durability == "none"):
+                source.kept_value = None
 
     def take_back(self) -> None:
         """Keeps sources again that were not sent yet. Call it when the worker is lost."""

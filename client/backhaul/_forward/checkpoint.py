@@ -35,7 +35,7 @@ from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
-from backhaul_runtime.errors import Refusal
+from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
@@ -182,7 +182,8 @@ def _run_segment(
     pack.begin(recorder, table)
     had_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     returned: list[Any] = []  # a list, so that no variable refers to the return value, see `has_other_references`
-    with destination.begin(call, fn, arguments) as pending:
+    pending = recorder.recording.guarded(destination.begin, call, fn, arguments)
+    with pending or nullcontext():
         started = perf_counter()
         nesting.active = True
         try:
@@ -204,7 +205,7 @@ def _run_segment(
             arguments=[(weakref.ref(argument), version_of(argument)) for argument in arguments],
             is_mutated=selection is not None and selection.is_mutated,
         )
-        frame, kept = _keep(destination, call, recorder, pending, returned, table.handles, build, ended - started)
+        frame, kept = _kept(destination, call, recorder, pending, returned, table.handles, build, ended - started)
         table.unpack_by(frame.unpack)
     function_s = ended - started - recorder.own_s
     log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
@@ -278,11 +279,54 @@ def decide(
         return KeepInside(refusal.reason)
 
 
+def _kept(
+    destination: Destination,
+    call: CheckpointedCall,
+    recorder: Recorder,
+    pending: PendingCall | None,
+    returned: list[Any],
+    handles: Handles,
+    build: Callable[..., Frame],
+    forward_s: float,
+) -> tuple[Frame, Any]:
+    """Returns the result of `_keep`. After an unexpected error, the trainer recomputes the segment.
+
+    Takes and returns what `_keep` does.
+    """
+    try:
+        return _keep(destination, call, recorder, pending, returned, handles, build, forward_s)
+    except NotRemoteError:
+        raise
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        return _kept_here(destination, call, recorder, build, Refusal.of(error)), returned[0]
+
+
+def _kept_here(
+    destination: Destination, call: CheckpointedCall, recorder: Recorder, build: Callable[..., Frame], refusal: Refusal
+) -> Frame:
+    call.check_strict(refusal.reason, refusal.cause)
+    call.log.fallback(refusal.reason)
+    lineage = _lineage(destination, call, recorder.so_far())
+    return build(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
+
+
+def _lineage(destination: Destination, call: CheckpointedCall, program: Program) -> Lineage:
+    return Lineage(
+        call.name,
+        destination.journal.session,
+        _call_site(),
+        program,
+        call.recording,
+        destination.copies,
+        call.options.durability,
+    )
+
+
 def _keep(
     destination: Destination,
     call: CheckpointedCall,
     recorder: Recorder,
-    pending: PendingCall,
+    pending: PendingCall | None,
     returned: list[Any],
     handles: Handles,
     build: Callable[..., Frame],
@@ -294,7 +338,7 @@ def _keep(
         destination: The dispatcher that segments go to.
         call: The call, which has ended.
         recorder: The recorder of the call.
-        pending: The object that `Destination.begin` returned for the call.
+        pending: The object that `Destination.begin` returned for the call; None if `begin` failed.
         returned: A list with the return value of the call as its only item.
         handles: The handles of the call's saved tensors.
         build: Constructs the frame from what is decided here.
@@ -323,7 +367,7 @@ def _keep(
         uses = Uses()
         program = recorder.finish(early_stop=call.options.early_stop)
         if isinstance(decision, Local) and decision.keeps_activations:
-            call.check_strict(decision.reason)
+            call.check_strict(decision.reason, call.recording.failure)
             call.log.kept(decision.reason)
         # Backward can ask for nothing: all that autograd saved is kept by the caller, or has died with its graph.
         if not (program.saved_count and awaited(handles)):
@@ -339,21 +383,14 @@ def _keep(
         ]
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:
+        assert pending is not None
         segment = RecordedSegment(call, program, sources, uses, predecessors)
         remote, program, local_reason = _offer(destination, segment, pending, forward_s)
     if remote is not None:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
-    lineage = Lineage(
-        call.name,
-        destination.journal.session,
-        _call_site(),
-        program,
-        call.recording,
-        destination.copies,
-        call.options.durability,
-    )
+    lineage = _lineage(destination, call, program)
     if remote is not None:
-        lineage.release(partial(_recipe, call, sources, edges))
+        lineage.find_recipes(partial(_recipe, call, sources, edges))
     mark_given(lineage, sources, edges)
     frame = build(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
     if not isinstance(decision, Graft):
@@ -361,11 +398,15 @@ def _keep(
         if whole is not None:
             lineage.program = whole
             mark_returned(lineage, outputs)
-        return frame, returned[0]
-    grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
-    mark_returned(lineage, grafted)
-    frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
-    return frame, _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+        value = returned[0]
+    else:
+        grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
+        mark_returned(lineage, grafted)
+        frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
+        value = _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+    if remote is not None:  # last, because after an error the trainer recomputes from the copies that this drops
+        lineage.release()
+    return frame, value
 
 
 def _offer(
@@ -374,11 +415,15 @@ def _offer(
     """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
     try:
         return *destination.save(segment, pending, forward_s), ""
-    except Refusal as refusal:
-        segment.call.check_strict(refusal.reason)
-        note = segment.call.log.on_trainer if refusal.is_chosen else segment.call.log.fallback
-        note(refusal.reason, is_said=refusal.is_said)
-        return None, segment.program, refusal.reason
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        return None, segment.program, _not_taken(segment.call, Refusal.of(error))
+
+
+def _not_taken(call: CheckpointedCall, refusal: Refusal) -> str:
+    call.check_strict(refusal.reason, refusal.cause)
+    note = call.log.on_trainer if refusal.is_chosen else call.log.fallback
+    note(refusal.reason, is_said=refusal.is_said)
+    return refusal.reason
 
 
 def _local_reason(decision: Graft | KeepInside | Local) -> str:

@@ -1,5 +1,6 @@
 """The saved-tensor hooks of a checkpointed call."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -37,7 +38,7 @@ class SavedTensorHooks:
         self.packed_bytes = 0
         self.has_kept_region = False
         self._packed = StorageLedger()
-        self._of_this_op: list[tuple[Handle, Tensor]] = []
+        self._of_this_op: list[tuple[Handle, Tensor, bool]] = []
         self._undefined: list[tuple[KeptTensor, Tensor]] = []
 
     def __call__(self, tensor: Tensor) -> Handle:
@@ -52,17 +53,23 @@ class SavedTensorHooks:
                 self._expect(handle.kept, handle.index, tensor)
         if handle.kept is not None:
             return handle
+        is_statistic = unsupported_reason(tensor) is None and hides_write(recorder.op, tensor)
         in_kept_region = is_in_kept_region()
         self.has_kept_region |= in_kept_region
+        if not in_kept_region and not recorder.has_lost_track:
+            recorder.recording.guarded(self._count, tensor)
         if in_kept_region or recorder.has_lost_track:
-            handle.kept = self._keep(handle.index, tensor)
-            return handle
-        self._of_this_op.append((handle, tensor))
-        saved = recorder.recording.saved[-1]
-        is_leaf = saved.source >= 0 and recorder.recording.sources[saved.source].is_leaf
-        if not is_leaf:
-            self.packed_bytes += self._packed.add(tensor)
+            handle.kept = self._kept(handle.index, tensor, is_statistic=is_statistic)
+        else:
+            self._of_this_op.append((handle, tensor, is_statistic))
         return handle
+
+    def _count(self, tensor: Tensor) -> None:
+        assert self.recorder is not None
+        recording = self.recorder.recording
+        source = recording.saved[-1].source
+        if source < 0 or not recording.sources[source].is_leaf:
+            self.packed_bytes += self._packed.add(tensor)
 
     def begin(self, recorder: Recorder, table: HandleTable) -> None:
         """Sets the recorder and the table of handles. Called once, before the call runs."""
@@ -72,15 +79,20 @@ class SavedTensorHooks:
         """Drops the tensors that the ending op saved, or keeps them if they cannot be recomputed."""
         if self._of_this_op:
             if not is_recorded:
-                for handle, tensor in self._of_this_op:
-                    handle.kept = self._keep(handle.index, tensor)
+                for handle, tensor, is_statistic in self._of_this_op:
+                    handle.kept = self._kept(handle.index, tensor, is_statistic=is_statistic)
+                    if is_statistic:  # the op has written to it, so it reads none of it in backward
+                        handle.kept.digest = b""
             self._of_this_op.clear()
-        if not self._undefined:
-            return
+        if self._undefined:
+            assert self.recorder is not None
+            self.recorder.recording.guarded(self._digest_undefined)
+            self._undefined.clear()
+
+    def _digest_undefined(self) -> None:
         for kept, tensor in self._undefined:
             layout = layout_of(tensor)
             kept.digest = saved_digest(layout, content_digest(tensor, layout))
-        self._undefined.clear()
 
     def release(self) -> None:
         """Drops everything that belongs to the call, which has ended."""
@@ -103,29 +115,42 @@ class SavedTensorHooks:
         address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
         return self._hold(tensor, layout, address)
 
-    def _keep(self, index: int, tensor: Tensor) -> KeptTensor:
+    def _kept(self, index: int, tensor: Tensor, *, is_statistic: bool) -> KeptTensor:
+        """Keeps a tensor. If a step of our own fails, it is kept as autograd would keep it, without our checks."""
         assert self.recorder is not None
         is_plain = unsupported_reason(tensor) is None
         # The recorder and dispatch modes around the call must not see this. Tensor subclasses must, to keep their type.
         with DisablePythonDispatcher(), DisableTorchDispatch() if is_plain else nullcontext():
-            if is_plain and hides_write(self.recorder.op, tensor):
-                tensor = copy_exact(tensor)
-            elif is_plain and self.recorder.sources.is_of_argument(tensor):
-                tensor = self._copy(tensor)
-            version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
-
-            def error(changed: Tensor) -> Exception:
-                return SavedTensorModifiedError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. This "
-                    "also fails without checkpointing: use the out-of-place op"
-                )
-
-            kept = KeptTensor(tensor.detach(), version, error)
-            self._expect(kept, index, tensor)
-            if self._hooks is not None:
+            kept = self.recorder.recording.guarded(self._keep, index, tensor, is_statistic)
+            kept = kept or KeptTensor(tensor.detach(), version_of(tensor), _modified(tensor))
+            if self._hooks is not None:  # an error of theirs is the user's
                 kept.pack(*self._hooks)
         return kept
+
+    def _keep(self, index: int, tensor: Tensor, is_statistic: bool) -> KeptTensor:
+        assert self.recorder is not None
+        if is_statistic:
+            tensor = copy_exact(tensor)
+        elif unsupported_reason(tensor) is None and self.recorder.sources.is_of_argument(tensor):
+            tensor = self._copy(tensor)
+        kept = KeptTensor(tensor.detach(), version_of(tensor), _modified(tensor))
+        self._expect(kept, index, tensor)
+        return kept
+
+
+def _modified(tensor: Tensor) -> Callable[[Tensor], Exception]:
+    """Returns what makes the error for a kept tensor that was written to after it was saved."""
+    is_plain = unsupported_reason(tensor) is None
+    version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
+
+    def error(changed: Tensor) -> Exception:
+        return SavedTensorModifiedError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. This "
+            "also fails without checkpointing: use the out-of-place op"
+        )
+
+    return error
 
 
 def unpack(handle: Handle) -> Tensor:

@@ -30,7 +30,7 @@ from backhaul._worker_client.stored_tensors import StoredTensors
 from backhaul._worker_client.tensor_sender import TensorSender
 from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
-from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError, log_once
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -201,7 +201,7 @@ class Uploader:
             error.__traceback__ = None  # the traceback leads to tensors, and the future keeps the error
             save.saved.set_exception(error)
         except Exception as error:  # a bug of ours must cause a fallback instead of ending the thread
-            logger.exception("A segment could not be sent.", extra=about(self._connection.run, save.name))
+            log_once(error)
             save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
         finally:
             # Whatever happened, forward must not wait for this segment any longer, or it would block for ever.

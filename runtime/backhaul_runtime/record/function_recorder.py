@@ -85,11 +85,11 @@ class FunctionRecorder:
             returned: The value that the function has returned.
             watch: The object that has watched it.
         """
-        self._call.interior.note_scratch(watch.made_bytes)
-        self._call.recording.guarded(self._end, node, args, returned, watch.draws)
+        self._call.recording.guarded(self._end, node, args, returned, watch)
 
-    def _end(self, node: Node, args: tuple[Any, ...], returned: Any, draws: bool) -> None:
+    def _end(self, node: Node, args: tuple[Any, ...], returned: Any, watch: FunctionWatch) -> None:
         call = self._call
+        call.interior.note_scratch(watch.made_bytes)
         if call.recording.refusal is not None:
             call.opaque.drop()
             return
@@ -102,7 +102,7 @@ class FunctionRecorder:
         if identity_of_class(function).digest() != call.recording.identities[node.op]:
             what = f"the custom autograd function {plain_name(function)}"
             raise Refusal(f"{what}, or a value that it reads, was changed by the call")
-        call.generators.end_function(node, plain_name(function), args, draws=draws)
+        call.generators.end_function(node, plain_name(function), args, draws=watch.draws)
         call.known.add_results(results)
         node.result_bytes = call.interior.add_results(results)
         call.opaque.end(node.op, results)

@@ -40,6 +40,7 @@ class OpRecorder:
     def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         """Returns the node of an op that is about to run; None if no node is recorded for it."""
         recording, op_rules = self._call.recording, rules(op)
+        self._call.op.begin(op_rules.name)  # whatever fails afterwards, hooks know which op saves a tensor
         node = recording.guarded(self._begin, op, op_rules, args, kwargs)
         if op_rules.written:
             recording.guarded(self._prepare_writes, op_rules, args, kwargs)
@@ -47,7 +48,6 @@ class OpRecorder:
 
     def _begin(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         call = self._call
-        call.op.begin(op_rules.name)
         call.contents.forget()
         if op_rules.name in UNDEFINED_SAVES:
             call.op.reads = read_digest(tensors_in((args, tuple(kwargs.values()))))

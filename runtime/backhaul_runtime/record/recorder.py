@@ -97,7 +97,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         began, call = perf_counter(), self._call
         with DisableTorchDispatch():  # dispatch modes of the user must not see the recorder's own ops
             node = self._ops.before(op, args, kwargs)
-        draws = call.choices.draws_of(op) if node is not None else None
+        draws = self.recording.guarded(call.choices.draws_of, op) if node is not None else None
         self.own_s += perf_counter() - began
         try:
             with draws or nullcontext():
@@ -112,7 +112,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self.recording.guarded(self._ops.after, op, node, args, kwargs, returned, draws)
             self._op_ended(not self.has_lost_track)
         if self.trace is not None:
-            self.trace.append(describe_op(op, args, kwargs, returned))
+            self.trace.append(self.recording.guarded(describe_op, op, args, kwargs, returned) or str(op))
         self.own_s += perf_counter() - began
         return returned
 
@@ -124,7 +124,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.own_s += perf_counter() - began
         if isinstance(node, str):
             return call.functions.run_refused(function, run, reason=node)
-        watch = self._functions.watch(function)
+        watch = self.recording.guarded(self._functions.watch, function)
+        if watch is None:
+            return call.functions.run_refused(function, run, reason=str(self.recording.refusal))
         try:
             with watch.within():
                 returned = run()
@@ -138,7 +140,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._functions.after(node, args, returned, watch)
             self._op_ended(not self.has_lost_track)
         if self.trace is not None:
-            self.trace.append(describe_op(node.op, args, {}, returned))
+            self.trace.append(self.recording.guarded(describe_op, node.op, args, {}, returned) or node.op)
         self.own_s += perf_counter() - began
         return returned
 

@@ -102,6 +102,7 @@ class Recording:
 
     Attributes:
         refusal: Why the whole call can't be a program; None if it can.
+        failure: The unexpected exception behind the refusal, without its traceback; None if there was none.
         sources: The tensors from outside that ops read or wrote, and recorded choices, in the order of first use.
         saved: The tensors that autograd saved, in order.
         generator_states: The generator state before each node that draws.
@@ -112,6 +113,7 @@ class Recording:
     """
 
     refusal: str | None = None
+    failure: Exception | None = None
     sources: list[RecordedSource] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     generator_states: list[bytes] = field(default_factory=list)
@@ -132,9 +134,13 @@ class Recording:
         """
         try:
             return step(*args)
-        except Exception as error:
-            self.refuse(Refusal.of(error).reason)
+        except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+            self._fail(Refusal.of(error))
             return None
+
+    def _fail(self, refusal: Refusal) -> None:
+        if self.refusal is None:
+            self.refusal, self.failure = refusal.reason, refusal.cause
 
     def changed_function(self) -> str:
         """Returns the name of a custom function that is not what it was in forward; empty if there is none."""

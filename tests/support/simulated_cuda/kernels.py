@@ -46,9 +46,9 @@ def compile_for_host(source: str, name: str) -> Any:
         source: The source of the kernel, which is `extern "C"` and includes nothing.
         name: The name of the kernel.
     """
-    found = re.search(rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?{name}\s*\(([^)]*)\)", source)
-    assert found is not None, f"there is no kernel {name}"
-    types = [parameter.strip().rpartition(" ")[0] for parameter in found[1].split(",")]
+    signature = re.search(rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?{name}\s*\(([^)]*)\)", source)
+    assert signature is not None, f"there is no kernel {name}"
+    types = [parameter.strip().rpartition(" ")[0] for parameter in signature[1].split(",")]
     arguments = ", ".join(f"({kind})arguments[{number}]" for number, kind in enumerate(types))
     text = SHIM + source + RUNNER.format(name=name, arguments=arguments)
     library = FOLDER / f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"

@@ -1,0 +1,146 @@
+"""An error of Backhaul's own code in forward does not reach the user's: gradients are right, and the report says it."""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backhaul import NotRemoteError, Session
+from backhaul._backward.lineage import Lineage
+from backhaul._dispatch import prediction
+from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._forward import checkpoint as forward
+from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
+from backhaul._worker_client.segment_sender import SegmentSender
+from backhaul._worker_client.uploader import Uploader
+from backhaul_runtime import errors
+from backhaul_runtime.record.known_tensors import KnownTensors
+from backhaul_runtime.record.op_recorder import OpRecorder
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
+from backhaul_runtime.record.sources import SourceLedger
+from support.bits import differing
+
+STEPS: dict[str, tuple[Any, str]] = {
+    "note an op": (OpRecorder, "_begin"),
+    "copy what an op writes to": (OpRecorder, "_prepare_writes"),
+    "note results": (OpRecorder, "after"),
+    "find what an op made": (KnownTensors, "add_results"),
+    "note a saved tensor": (SavedTensorRecorder, "_saved"),
+    "count a saved tensor": (SavedTensorHooks, "_count"),
+    "predict a call": (prediction.CallSite, "predict"),
+    "begin a call": (Dispatcher, "begin"),
+    "look for holders of outputs": (forward, "has_other_references"),
+    "find edges of sources": (SourceLedger, "edges"),
+    "decide": (forward, "decide"),
+    "cut the graph": (forward, "find_graph_uses"),
+    "finish the program": (Recorder, "finish"),
+    "offer a segment": (Dispatcher, "save"),
+    "encode a program": (prediction, "encode_program"),
+    "queue a segment": (Uploader, "save"),
+    "find recipes": (Lineage, "find_recipes"),
+    "mark what a segment takes": (forward, "mark_given"),
+    "graft": (forward, "graft"),
+    "mark what a segment returns": (forward, "mark_returned"),
+    "drop copies": (Lineage, "release"),
+}
+
+
+class InjectedError(Exception):
+    pass
+
+
+@pytest.fixture(params=STEPS)
+def step(request: pytest.FixtureRequest, session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A step that raises from its third call on: in the middle of a call, and in each one until the session ends."""
+    owner, name = STEPS[request.param]
+    own: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= 3:
+            raise InjectedError("injected")
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    monkeypatch.setattr(errors, "_logged", set())
+    yield str(request.param)
+    monkeypatch.undo()  # the end of the session checks that nothing is left behind
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.norm(self.linear(x)).relu_(), 0.3)
+
+
+def gradients(checkpoint: Callable[..., Any]) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    x = torch.randn(4, 8, requires_grad=True)
+    for _ in range(3):
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y)
+        y.square().mean().backward()
+    return [x.grad, *(parameter.grad for parameter in blocks.parameters())]
+
+
+def expected() -> list[Tensor | None]:
+    return gradients(lambda block, x: block(x))
+
+
+@pytest.mark.slow
+def test_no_step_of_forward_disturbs_training(
+    step: str, session: Session, returns: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = expected()
+    with caplog.at_level(logging.ERROR, "backhaul"):
+        ours = gradients(lambda block, x: session.checkpoint(block, x, returns=returns))
+    assert differing(ours, plain) == []
+    logged = [record for record in caplog.records if "An error inside Backhaul" in record.message]
+    has_step = step not in {"cut the graph", "graft"} or returns == "gradients"
+    assert len(logged) == has_step  # once, however often
+    assert ("InjectedError: injected" in str(session.report())) == has_step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["note an op", "offer a segment", "graft", "begin a call"], indirect=True)
+def test_strict_raises_from_the_error(step: str, session: Session) -> None:
+    with pytest.raises(NotRemoteError, match="recording failed: InjectedError: injected") as raised:
+        gradients(lambda block, x: session.checkpoint(block, x, returns="gradients", strict=True))
+    assert isinstance(raised.value.__cause__, InjectedError)
+
+
+@pytest.mark.slow
+def test_an_error_of_the_sending_thread_is_a_fallback(
+    session: Session, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*_: Any) -> None:
+        raise InjectedError("injected")
+
+    monkeypatch.setattr(SegmentSender, "send", failing)
+    monkeypatch.setattr(errors, "_logged", set())
+    plain = expected()
+    with caplog.at_level(logging.ERROR, "backhaul"):
+        ours = gradients(session.checkpoint)
+    monkeypatch.undo()
+    assert differing(ours, plain) == []
+    assert "sending failed: InjectedError: injected" in str(session.report())
+    assert len([record for record in caplog.records if "Traceback" in record.getMessage()]) == 1
+
+
+def test_an_error_of_the_user_passes(session: Session) -> None:
+    def broken(x: Tensor) -> Tensor:
+        raise InjectedError("of the user")
+
+    with pytest.raises(InjectedError, match="of the user"):
+        session.checkpoint(broken, torch.ones(3, requires_grad=True))
