@@ -27,7 +27,7 @@ from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint
+from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint, fingerprint_with_host
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
@@ -166,7 +166,10 @@ class Dispatcher:
         was_sent = target is not None and target[0].connection.up is target[1]
         worker, worker_session, number = target if target is not None and was_sent else self._next_target()
         mismatch = self._differences(
-            worker, worker_session, recording.sources[0].layout.device if recording.sources else "cpu"
+            worker,
+            worker_session,
+            recording.sources[0].layout.device if recording.sources else "cpu",
+            computes_on_host=recording.computes_on_host,
         )
         # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
         # they may also draw another mask or choose another maximum, which is another function.
@@ -351,16 +354,25 @@ class Dispatcher:
             self._placement.take_last(segments)
 
     def _differences(
-        self, worker: WorkerHandle, worker_session: WorkerSession, device: str
+        self, worker: WorkerHandle, worker_session: WorkerSession, device: str, *, computes_on_host: bool = False
     ) -> Mapping[str, tuple[str, str]]:
         """Returns why a worker computes other bits than a local device, and logs it once; empty if it does not."""
-        key = worker_session.number, device
+        computes_on_host = computes_on_host and device != "cpu"  # which is the device otherwise
+        key = worker_session.number, device, computes_on_host
         mismatch = worker.differences.get(key)
         if mismatch is None:
             mismatch = worker.differences[key] = differences(
-                fingerprint(torch.device(device)), worker_session.fingerprint
+                fingerprint_with_host(torch.device(device)),
+                worker_session.fingerprint,
+                computes_on_host=computes_on_host,
             )
-            if mismatch and not mismatch.keys() & DECISIVE and self._config.numerics != "exact":
+            # A segment that also computes on a CPU which differs is refused, not compared within tolerances.
+            if (
+                mismatch
+                and not computes_on_host
+                and not mismatch.keys() & DECISIVE
+                and self._config.numerics != "exact"
+            ):
                 logger.warning(
                     "Worker %s computes other bits than this trainer: %s. Its recomputations are compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer.',

@@ -23,7 +23,8 @@ class WorkerHandle:
 
     Attributes:
         is_leaving: Whether the worker gets no further segments.
-        differences: Why the worker computes other bits, by number of the worker session and type of device.
+        differences: Why the worker computes other bits, by number of the worker session, type of device, and
+            whether the CPU beside it counts.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class WorkerHandle:
         self.connection = connection
         self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries, compression)
         self.is_leaving = False
-        self.differences: dict[tuple[int, str], Mapping[str, tuple[str, str]]] = {}
+        self.differences: dict[tuple[int, str, bool], Mapping[str, tuple[str, str]]] = {}
         self._failed: WorkerSession | None = None  # the worker session that failed to return a tensor
 
     @property

@@ -13,6 +13,7 @@ from backhaul_runtime.record.contents import Contents
 from backhaul_runtime.record.custom_functions import CustomFunctions
 from backhaul_runtime.record.interior_memory import InteriorMemory
 from backhaul_runtime.record.program_builder import ProgramBuilder
+from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.sources import SourceLedger
 from backhaul_runtime.tensors.deferred_digest import digest_of
 from backhaul_runtime.tensors.digest import tensor_address
@@ -43,6 +44,7 @@ class KnownTensors:
     """The tensors that the ops of a call have taken or returned. It keeps none of them alive but the sources.
 
     Args:
+        recording: Says whether ops have returned tensors on the CPU.
         sources: The ledger that tensors from outside are added to at their first use.
         contents: Takes their digests at that time.
         interior: The memory that the ops have made.
@@ -56,6 +58,7 @@ class KnownTensors:
 
     def __init__(
         self,
+        recording: Recording,
         sources: SourceLedger,
         contents: Contents,
         interior: InteriorMemory,
@@ -64,6 +67,7 @@ class KnownTensors:
         builder: ProgramBuilder,
     ) -> None:
         self.first_sequence = next_sequence_number()
+        self._recording = recording
         self._sources = sources
         self._contents = contents
         self._interior = interior
@@ -158,6 +162,8 @@ class KnownTensors:
 
     def add_results(self, results: Sequence[Tensor], written: Iterable[Tensor] = ()) -> None:
         """Notes what an op has returned, and the tensors that it wrote to, before its node is added."""
+        if not self._recording.computes_on_host:
+            self._recording.computes_on_host = any(result.is_cpu for result in results)
         for output, result in enumerate(results):
             known = self._known.get(identity_of(result))
             self._add(result, ResultRef(len(self._builder.nodes), output) if known is None else known.ref)

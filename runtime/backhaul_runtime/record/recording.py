@@ -109,6 +109,7 @@ class Recording:
         continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
         identities: The identity of each custom autograd function of the call, by name, as it was in forward.
+        computes_on_host: Whether an op has returned a tensor on the CPU.
         unrecorded_choices: Why a draw or decision can't be sent to a worker with other hardware; empty if all can.
     """
 
@@ -120,6 +121,7 @@ class Recording:
     continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False
     unrecorded_choices: str = ""
+    computes_on_host: bool = False
     identities: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> None:

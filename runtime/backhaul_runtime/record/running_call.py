@@ -69,7 +69,9 @@ class RunningCall:
         self.choices = CallChoices(self.recording, self.sources, self.generators)
         self.functions = CustomFunctions(allows)
         self.builder = ProgramBuilder(self.recording, self.sources, self.states, self.interior)
-        self.known = KnownTensors(self.sources, self.contents, self.interior, self.states, self.functions, self.builder)
+        self.known = KnownTensors(
+            self.recording, self.sources, self.contents, self.interior, self.states, self.functions, self.builder
+        )
         self.arguments = NodeArguments(self.op, self.recording, self.known, self.builder, allows)
         self.writes = MemoryWrites(self.recording, self.sources, self.known, self.interior)
         self.opaque = OpaqueNodes(

@@ -283,8 +283,3 @@ def without_dynamo(function: Any) -> Any:
     from torch import _dynamo
 
     return _dynamo.disable(function)  # type: ignore[no-untyped-call]
-
-
-def cudnn_version() -> str:
-    """Returns the version of cuDNN that torch was built with."""
-    return str(torch._C._cudnn.getCompileVersion())

@@ -7,7 +7,7 @@ import grpc
 
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.errors import LimitError, ProtocolVersionError
-from backhaul_runtime.process.fingerprint import fingerprint
+from backhaul_runtime.process.fingerprint import fingerprint_with_host
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_server.worker.audit import AuditLog
@@ -51,7 +51,7 @@ class SessionServicer(Servicer):
             session=session.id,
             lease_s=self.worker.lease_s,
             budget_bytes=self.worker.store.budget_bytes,
-            fingerprint=fingerprint(self.worker.device),
+            fingerprint=fingerprint_with_host(self.worker.device),
             clock_s=time(),
             memory_path=self.worker.memory_path,
             socket_path=self.worker.socket_path,
