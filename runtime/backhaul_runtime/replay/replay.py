@@ -53,7 +53,7 @@ from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
 from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact, with_memory
-from backhaul_runtime.tensors.random_projection import projections
+from backhaul_runtime.tensors.random_projection import read_projections, unread_projections
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
@@ -199,8 +199,11 @@ class Replay:
 
     @property
     def saved_sketches(self) -> list[tuple[float, ...]]:
-        """The random projections of all saved tensors, in order; empty for parts of sources that are not written to."""
-        return self._packing.sketches
+        """The random projections of all saved tensors, in order; empty for parts of sources that are not written to.
+
+        Waits for an accelerator.
+        """
+        return read_projections(self._packing.sketches)
 
     def _run(self, meter: FootprintMeter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
         program = self._program
@@ -292,7 +295,7 @@ class Replay:
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
         with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
-            self._packing.reads_sketch = projections(read) if read and self._packing.wants_sketches else ()
+            self._packing.reads_sketch = unread_projections(read) if read and self._packing.wants_sketches else []
         check = self._begin_check(node, results) if node.op in names.ops else None
         try:
             self._check_lent(op, args, kwargs)

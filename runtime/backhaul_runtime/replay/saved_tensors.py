@@ -15,7 +15,7 @@ from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of
-from backhaul_runtime.tensors.random_projection import projections
+from backhaul_runtime.tensors.random_projection import unread_projections
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
@@ -58,10 +58,11 @@ class SavedTensorPacker:
         op: Name of the op that runs. The replay sets it before each op.
         reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
         is_undefined: Says which of the tensors that the op saves have undefined bytes; None if none has.
-        reads_sketch: Random projection of all tensors that the op reads, as for `reads`; else empty.
+        reads_sketch: Measurements of all tensors that the op reads, as for `reads`; else empty.
         of_functions: Keys of the storages of what custom functions have saved.
         wants_sketches: Whether random projections of saved tensors are computed.
-        sketches: The random projection of each saved tensor, in order; empty for a tensor in a `fixed` storage.
+        sketches: The measurements for the random projection of each saved tensor, in order, possibly still on an
+            accelerator; empty for a tensor in a `fixed` storage.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class SavedTensorPacker:
         self._meter = meter
         self._fixed = fixed or ()
         self.wants_sketches = fixed is not None
-        self.reads_sketch: tuple[float, ...] = ()
-        self.sketches: list[tuple[float, ...]] = []
+        self.reads_sketch: list[Tensor] = []
+        self.sketches: list[list[Tensor]] = []
         self.digests: list[Digest] = []
         self._contents = contents
         self.kept: list[VersionedTensor] = []
@@ -100,14 +101,14 @@ class SavedTensorPacker:
             self.kept.append(saved)
         return saved
 
-    def _content_of(self, tensor: Tensor, layout: Layout) -> tuple[Digest, tuple[float, ...]]:
-        """Returns what is compared of a saved tensor's content: the digest, and the random projection if wanted."""
+    def _content_of(self, tensor: Tensor, layout: Layout) -> tuple[Digest, list[Tensor]]:
+        """Returns what is compared of a saved tensor's content: its digest, and its measurements if wanted."""
         if self.reads is not None:
             return self.reads, self.reads_sketch
         if self.is_undefined is not None and self.is_undefined(tensor):
-            return UNDEFINED_CONTENT, UNDEFINED_SKETCH
+            return UNDEFINED_CONTENT, [_UNDEFINED_SKETCH]
         needs_sketch = self.wants_sketches and storage_key(tensor) not in self._fixed
-        return self._contents.take(tensor, layout), projections([tensor]) if needs_sketch else ()
+        return self._contents.take(tensor, layout), unread_projections([tensor]) if needs_sketch else []
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """Returns the digest of a tensor's contents."""
@@ -121,12 +122,13 @@ class SavedTensorPacker:
         """Notes a digest that is compared like that of a saved tensor."""
         self.digests.append(digest)
         if self.wants_sketches:
-            self.sketches.append(())
+            self.sketches.append([])
         if self._keep_saved:
             self.kept.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
 
 
 _NOTHING = torch.empty(0)
+_UNDEFINED_SKETCH = torch.tensor(UNDEFINED_SKETCH, dtype=torch.float64)
 
 
 def unpacking(check: Callable[[], None] | None) -> Callable[[VersionedTensor], Tensor]:

@@ -19,6 +19,7 @@ PROJECTIONS = 8
 SIZE = PROJECTIONS + 2
 _BLOCK = 4096
 _CHUNK = 64 * _BLOCK  # fits into the cache of a core
+_ACCELERATOR_CHUNK = 1024 * _BLOCK  # 32 MiB in float64, so that few kernels are launched
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
 
 TOLERANCES = {
@@ -37,42 +38,75 @@ of their roundings.
 
 def project(tensor: Tensor) -> tuple[float, ...]:
     """Returns SIZE numbers in float64 for a floating or complex tensor: non-finite count, norm, projections."""
-    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    flat = values.detach().flatten()
-    total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK].to(torch.float64)
-        sums = _sums(chunk, start // _BLOCK)
-        if not sums.isfinite().all():
-            sums = _sums(chunk.nan_to_num(0.0, 0.0, 0.0), start // _BLOCK)
-            sums[0] = (~chunk.isfinite()).sum()
-        total += sums
-    count, square, *projections = total.tolist()
-    return count, math.sqrt(square), *projections
+    return read_projections([[measured(tensor)]])[0]
 
 
 def projections(tensors: Iterable[Tensor]) -> tuple[float, ...]:
-    """Returns the projections of all tensors with real values, one after the other."""
-    return tuple(
-        number
+    """Returns the projections of all tensors with real values, one after the other. Waits once for an accelerator."""
+    return read_projections([unread_projections(tensors)])[0]
+
+
+def unread_projections(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns the measurements of all tensors with real values, on their devices. Does not wait for them."""
+    return [
+        measured(tensor)
         for tensor in tensors
         if unsupported_reason(tensor) is None and (tensor.is_floating_point() or tensor.is_complex())
-        for number in project(tensor)
-    )
+    ]
+
+
+def read_projections(groups: Sequence[Sequence[Tensor]]) -> list[tuple[float, ...]]:
+    """Returns the projections of groups of tensors from their measurements. Waits once for each accelerator."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for group in groups:
+        for measurement in group:
+            by_device.setdefault(measurement.device, []).append(measurement)
+    rows = {device: iter(torch.stack(measurements).tolist()) for device, measurements in by_device.items()}
+    return [tuple([number for one in group for number in _numbers(next(rows[one.device]))]) for group in groups]
+
+
+def _numbers(row: list[float]) -> list[float]:
+    count, square, *projections = row
+    return [count, math.sqrt(square), *projections]
+
+
+def measured(tensor: Tensor) -> Tensor:
+    """Returns a float64 tensor [SIZE] on the tensor's device: as `project`, with the norm squared. Does not wait."""
+    values = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    flat = values.detach().flatten()
+    on_host = flat.device.type == "cpu"
+    length = _CHUNK if on_host else _ACCELERATOR_CHUNK
+    total = torch.zeros(SIZE, dtype=torch.float64, device=flat.device)
+    for start in range(0, flat.numel(), length):
+        chunk = flat[start : start + length].to(torch.float64)
+        sums = _sums(chunk, start // _BLOCK) if on_host else None
+        # Elsewhere the question would wait for the device, and the answer that always holds costs less than the wait.
+        if sums is None or not sums.isfinite().all():
+            sums = _sums(chunk.nan_to_num(0.0, 0.0, 0.0), start // _BLOCK)
+            sums[0] = (~chunk.isfinite()).sum()
+        total += sums
+    return total
 
 
 def _sums(values: Tensor, first_block: int) -> Tensor:
     if values.numel() % _BLOCK:
         values = torch.nn.functional.pad(values, (0, -values.numel() % _BLOCK))
     blocks = values.view(-1, _BLOCK)
-    device = str(values.device)
-    projections = (_signs(first_block, len(blocks), device).T @ blocks * _signs(0, _BLOCK, device).T).sum(1)
+    device, stream = str(values.device), 0
+    if values.is_cuda:
+        stream = torch.cuda.current_stream(values.device).stream_id
+    projections = (
+        _signs(first_block, len(blocks), device, stream).T @ blocks * _signs(0, _BLOCK, device, stream).T
+    ).sum(1)
     return torch.cat([values.new_zeros(1), values.dot(values).view(1), projections])
 
 
 @lru_cache(maxsize=1 << 10)
-def _signs(first: int, count: int, device: str) -> Tensor:
-    """Returns signs [count, PROJECTIONS], equal on every machine: bits of a multiplicative hash of the row."""
+def _signs(first: int, count: int, device: str, stream: int) -> Tensor:
+    """Returns signs [count, PROJECTIONS], equal on every machine: bits of a multiplicative hash of the row.
+
+    Each stream of a device gets a tensor of its own, because another stream would have to wait until it is made.
+    """
     rows = torch.arange(first + 1, first + count + 1, dtype=torch.int64, device=device)
     mixed = rows * _WEIGHT
     mixed = (mixed ^ (mixed >> 29)) * _WEIGHT
