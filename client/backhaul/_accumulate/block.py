@@ -158,8 +158,7 @@ class AccumulationBlock:
         if self._reductions.expect(model):
             self._check_use()
             with self._working():
-                while self._open:
-                    self._finish_first()
+                self._finish_all()
                 for leaf in filter(self._gradients.has_gradient, model.parameters()):
                     note_use(leaf)
 
@@ -210,6 +209,8 @@ class AccumulationBlock:
             parts = parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
         if parts.run and any(frame.call.recording.changed_function() for frame in parts.frames):
             parts = parts.undivided("a custom autograd function was changed after forward")
+        if not parts.run:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
+            self._finish_all()
         self.micro_batches += 1
         stream = self._stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
         on_workers = sum(frame.remote is not None for frame in parts.frames)
@@ -278,8 +279,7 @@ class AccumulationBlock:
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
             self._runs.begin_collecting(self._stream)
-            while self._open:
-                self._finish_first()
+            self._finish_all()
             self._collect()
             self._check_unchanged(self._fixed.changed())
             self._gradients.deliver(self._reductions, self._fixed.changed)
@@ -291,7 +291,8 @@ class AccumulationBlock:
         """Notes that autograd works for the block, and that the block is incomplete if that raises an error."""
         self.is_working, self._has_failed = True, True
         try:
-            yield
+            with _outside_inference_mode():
+                yield
         finally:
             self.is_working = False
         self._has_failed = False
@@ -359,6 +360,10 @@ class AccumulationBlock:
             segments = segments_of.get(target, set()) if target not in elsewhere else set()
             uploader = uploader_of(segments.pop()) if len(segments) == 1 else None
             self._gradients.plan(leaf, uploader, self.micro_batches)
+
+    def _finish_all(self) -> None:
+        while self._open:
+            self._finish_first()
 
     def _finish_first(self) -> None:
         """Completes the gradients of the first micro-batch that is open."""
@@ -437,3 +442,13 @@ class AccumulationBlock:
         for micro_batch in keeping:
             micro_batch.kept = [(uploader, {}) for uploader, _ in micro_batch.kept]
         self._finished.clear()
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Leaves an inference mode in which the caller ends a block. Autograd can make no graph there."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():  # leaving the mode turns gradients on
+        yield

@@ -178,7 +178,7 @@ class HeldGradients:
     def deliver(self, reductions: Reductions, changed: Callable[[], Tensor | None]) -> None:
         """Adds all gradients to `.grad` through autograd, and forgets them.
 
-        Leaves with hooks come first. If a hook raises an error, their `.grad` becomes what it was.
+        Leaves with hooks come first. If anything raises an error, as a hook may, each `.grad` becomes what it was.
 
         Args:
             reductions: The reductions of the block, which this call lets DDP do.
@@ -190,7 +190,7 @@ class HeldGradients:
         held_back, self._held = list(self._held.values()), {}
         hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
         present = [held.leaf.grad for held in hooked]
-        before = [None if gradient is None else gradient.clone() for gradient in present]
+        before = list(map(_Before, hooked))
         plain = {id(held.leaf): held for held in held_back if held not in hooked}
         shared = {storage_key(gradient) for gradient in present if gradient is not None and _has_memory(gradient)}
 
@@ -206,16 +206,20 @@ class HeldGradients:
                     "a hook of a parameter has changed a parameter, or the .grad of another one, when a block ended. "
                     "Its other micro-batches were computed before: step optimizers after the block, and not in hooks"
                 )
+            for held in plain.values():
+                before.append(_Before(held))
+                if held.total is not None and held.leaf.grad is not None:
+                    with torch.no_grad():
+                        held.leaf.grad.copy_(held.total)
+                    held.total = None  # its memory is that of the copy in `before`
+            self._deliver_plain(plain, reductions)
         except BaseException:
-            for held, gradient, values in zip(hooked, present, before, strict=True):
-                if gradient is not None and values is not None:
-                    gradient.copy_(values)
-                held.leaf.grad = gradient
+            for one in before:
+                one.restore()
             raise
-        for held in plain.values():
-            if held.total is not None and held.leaf.grad is not None:
-                with torch.no_grad():
-                    held.leaf.grad.copy_(held.total)
+
+    @staticmethod
+    def _deliver_plain(plain: Mapping[int, _Held], reductions: Reductions) -> None:
         reducing = reductions.reducing()
         last = {id(leaf): gradients.pop()[1] for leaf in reducing if (gradients := plain[id(leaf)].gradients)}
         for held in plain.values():
@@ -225,6 +229,22 @@ class HeldGradients:
         _deliver(plain.values())
         for leaf in reducing:
             reduce(leaf, last.pop(id(leaf), None))
+
+
+class _Before:
+    """The `.grad` of a leaf before gradients are added to it."""
+
+    def __init__(self, held: _Held) -> None:
+        self._leaf, self._gradient = held.leaf, held.leaf.grad
+        self._values = None if self._gradient is None else self._gradient.clone()
+        self._version = None if self._gradient is None else version_of(self._gradient)
+
+    def restore(self) -> None:
+        """Gives the leaf the same tensor with the same values. One that was not written to may be read-only."""
+        if self._gradient is not None and self._values is not None and version_of(self._gradient) != self._version:
+            with torch.no_grad():
+                self._gradient.copy_(self._values)
+        self._leaf.grad = self._gradient
 
 
 def _state(leaf: Tensor) -> object:

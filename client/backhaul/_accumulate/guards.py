@@ -1,9 +1,9 @@
 """Keeps code from using gradients that an open accumulation block still holds back.
 
 NOTE [Guards]
-1. While any block is open, names of torch lead here: `torch.autograd.backward`, which `Tensor.backward` calls; what all
-   of torch's clipping functions call, also where they were imported by name; two methods of `GradScaler`; the methods
-   of a tensor that register hooks, of which the block must know; and the method that begins each forward of
+1. While any block is open, these of torch lead here: `torch.autograd.backward`, which `Tensor.backward` calls; torch's
+   functions that clip gradients or take their norm, also where they were imported by name; two methods of `GradScaler`;
+   the methods of a tensor that register hooks, of which the block must know; and the method that begins each forward of
    DistributedDataParallel. They concern the block of the calling thread, and behave as always in other threads.
 2. A hook that torch runs before the steps of all optimizers sees those of the block's parameters.
 3. Code that reads `.grad` itself cannot be detected. It sees what was there before the block.
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.utils.clip_grad
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.torch_internals.clipping import clipping_cells
 from backhaul_runtime.torch_internals.data_parallel import PRE_FORWARD
 from backhaul_runtime.torch_internals.private import backward_task_id
 
@@ -43,8 +43,8 @@ class _Guards:
             if self._count > 1:
                 return
             self._replace(torch.autograd, "backward", _finishing_first)
-            for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"):
-                self._replace(torch.nn.utils.clip_grad, name, _refusing("clipping gradients"))
+            for cell in clipping_cells():
+                self._replace(cell, "cell_contents", _refusing("clipping gradients"))
             self._replace(torch.amp.GradScaler, "unscale_", _refusing("GradScaler.unscale_()"))
             self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
             for name in ("register_hook", "retain_grad"):
