@@ -12,6 +12,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
+from backhaul_bench.device import make_deterministic
 from backhaul_bench.figures import FIGURES, Verdict
 from backhaul_bench.noise import pin
 from backhaul_bench.outcomes import Outcome, without_value
@@ -66,6 +67,7 @@ def main(group: str, trainer_core: str, worker_core: str, results: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    make_deterministic()
     with Stage.of(int(trainer_core), int(worker_core), os.getpid()) as stage:
         outcomes = measure(group, stage)
     Path(results).write_text(json.dumps([asdict(outcome) for outcome in outcomes]))

@@ -34,3 +34,16 @@ def synchronize() -> None:
         import torch
 
         torch.cuda.synchronize()
+
+
+def make_deterministic() -> None:
+    """Makes ops on CUDA give the same bits in each run, because the figures of training compare gradients bit by bit.
+
+    Call it before CUDA is initialised. Workers get the setting with each program, and the variable from this process.
+    """
+    if measured() == "cuda":
+        import torch
+
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it costs time

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic ops need it, in workers too
 IS_SIMULATED = bool(os.environ.get("SIMULATED_CUDA"))
 
 
@@ -17,6 +18,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/accelerators" in item.path.as_posix():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device: see `make test-simulated-gpu`"))
+
+
+@pytest.fixture(autouse=True)
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Makes ops give the same bits in each run: without it plain training on a GPU does not reproduce its gradients.
+
+    Memory that nothing writes stays undefined, so that a comparison of its bytes shows.
+    """
+    torch.use_deterministic_algorithms(True)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
