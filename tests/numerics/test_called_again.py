@@ -237,13 +237,13 @@ def test_weights_of_an_lstm_that_changed_are_an_error_on_the_trainer(checkpoint:
 
 
 @pytest.mark.parametrize("kind", [Tensor, Opaque])
-def test_an_argument_that_changed_is_an_error(kind: type[Tensor], checkpoint: Checkpoint) -> None:
+def test_an_argument_without_gradient_counts_as_it_was(kind: type[Tensor], checkpoint: Checkpoint) -> None:
     w = torch.ones(2, requires_grad=True)
     h = torch.ones(2).as_subclass(kind)
     y = checkpoint(lambda h: h * w, h)
     h.mul_(3)
-    with pytest.raises((StaleTensorError, SavedTensorModifiedError)):
-        y.sum().backward()
+    y.sum().backward()
+    assert torch.equal(grad_of(w), torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", [Tensor, Opaque])

@@ -118,7 +118,7 @@ class Frame:
         uses: Where the segment's graph takes gradients.
         replay_options: Options of the call for a recomputation on the trainer.
         consumers: The sources that are outputs of other segments and that no later op can have used.
-        arguments: The tensor arguments of the call with their versions. They must not be changed before backward.
+        arguments: The tensor arguments of the call that must not be changed before backward, with their versions.
         is_mutated: Whether the call wrote to a tensor that its selective-checkpoint policy keeps.
         remote: The worker's side; None if no worker has the segment.
         local_reason: Why the trainer recomputes the segment; empty if that is not decided.

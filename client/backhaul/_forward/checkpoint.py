@@ -41,7 +41,7 @@ from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
     container_node,
     current_transforms_differentiate,
@@ -202,7 +202,7 @@ def _run_segment(
             call,
             table.handles,
             replay_options=replace(replay_options, trace=recorder.trace),
-            arguments=[(weakref.ref(argument), version_of(argument)) for argument in arguments],
+            arguments=[(weakref.ref(one), version_of(one)) for one in arguments if not _is_copied(one)],
             is_mutated=selection is not None and selection.is_mutated,
         )
         frame, kept = _kept(destination, call, recorder, pending, returned, table.handles, build, ended - started)
@@ -210,6 +210,14 @@ def _run_segment(
     function_s = ended - started - recorder.own_s
     log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
     return kept
+
+
+def _is_copied(argument: Tensor) -> bool:
+    """Whether backward takes an argument's value from a copy, so that the caller may write to it, as into a cache.
+
+    A write to an argument that takes a gradient is an error in torch, whatever backward would compute.
+    """
+    return not argument.requires_grad and unsupported_reason(argument) is None
 
 
 def _kept_bytes(call: CheckpointedCall) -> int:
