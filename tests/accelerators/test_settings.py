@@ -7,6 +7,7 @@ import backhaul
 from backhaul_runtime.torch_internals import ambient_state, attention_order
 from backhaul_runtime.torch_internals.ambient_settings import settings_of_cuda
 from conftest import QUIET_S
+from support.loopback import Loopback
 from support.processes import WorkerProcess
 
 
@@ -30,6 +31,20 @@ def test_a_worker_without_cuda_recomputes_programs_of_the_cpu(returns: str) -> N
     worker = WorkerProcess("--memory", "1GiB", "--device", "cpu", environment=without)
     with worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
         session.checkpoint(torch.sin, x, returns=returns, strict=True).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_a_trainer_with_cuda_recomputes_programs_of_the_cpu(loopback: Loopback, returns: str) -> None:
+    x = torch.randn(4, requires_grad=True)
+    torch.backends.cudnn.enabled = False
+    try:
+        y = loopback.checkpoint(torch.sin, x, returns=returns)
+        loopback.is_lost = True
+        y.sum().backward()
+        assert not torch.backends.cudnn.enabled  # the replay has left it alone
+    finally:
+        torch.backends.cudnn.enabled = True
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
 

@@ -112,6 +112,28 @@ def test_the_reserve_of_batch_norm_is_not_compared(saves: Callable[..., None], l
     assert gradient(loopback, norm) is not None
 
 
+def bags(loopback: Loopback, last: bool) -> Tensor | None:
+    weight, indices, offsets = torch.ones(3, 2, requires_grad=True), torch.tensor([0, 1, 2, 1]), torch.tensor([0, 2, 4])
+
+    def function(weight: Tensor) -> Tensor:
+        return nn.functional.embedding_bag(indices, weight, offsets, include_last_offset=last)
+
+    loopback.checkpoint(function, weight, returns="gradients").sum().backward()
+    assert loopback.report().fallbacks == 0
+    return weight.grad
+
+
+def test_sizes_of_bags_are_not_compared_with_a_last_offset(saves: Callable[..., None], loopback: Loopback) -> None:
+    saves("aten.embedding_bag", lambda number: torch.tensor([2, 2, number]))
+    assert bags(loopback, last=True) is not None
+
+
+def test_sizes_of_bags_are_compared_without_one(saves: Callable[..., None], loopback: Loopback) -> None:
+    saves("aten.embedding_bag", lambda number: torch.tensor([2, 2, number]))
+    with pytest.raises(CheckpointError, match="embedding_bag"):
+        bags(loopback, last=False)
+
+
 def test_undefined_tensors_do_not_drift_on_other_hardware(saves: Callable[..., None]) -> None:
     saves("aten.scaled_dot_product_attention", UNUSED)
     assert gradient(Loopback(pins=True), attention) is not None

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul_runtime.program.op_rules import argument
+from backhaul_runtime.program.op_rules import argument, rules
 from backhaul_runtime.tensors.random_projection import SIZE
 from backhaul_runtime.torch_internals.private import OpOverload
+from backhaul_runtime.torch_internals.storages import storage_key
 
 UNDEFINED_SAVES = frozenset(
     {
@@ -69,9 +70,24 @@ def _is_workspace(tensor: Tensor, given: Callable[[str], Any]) -> bool:
     return tensor.dtype is torch.uint8
 
 
+def _is_bag_size(tensor: Tensor, given: Callable[[str], Any]) -> bool:
+    """On CUDA the sizes of bags have an element for the last offset too, which is no bag, and nothing writes it.
+
+    The sizes follow from the indices and offsets, which are compared.
+    """
+    offsets = given("offsets")
+    return (
+        bool(given("include_last_offset"))
+        and not tensor.is_floating_point()
+        and tensor.shape == offsets.shape
+        and storage_key(tensor) != storage_key(offsets)
+    )
+
+
 PARTLY_UNDEFINED: Mapping[str, Callable[[Tensor, Callable[[str], Any]], bool]] = {
     "aten.scaled_dot_product_attention.default": _unused_philox,
     "aten.batch_norm.default": _is_workspace,
+    "aten.embedding_bag.padding_idx": _is_bag_size,
     **dict.fromkeys(RECURRENT, _is_workspace),
 }
 """By op: whether a tensor that it saves has undefined bytes, given a function that returns an argument by its name."""
@@ -87,7 +103,7 @@ def undefined_saves(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
         args: The positional arguments of the op.
         kwargs: The keyword arguments of the op.
     """
-    is_part = PARTLY_UNDEFINED.get(str(op))
+    is_part = PARTLY_UNDEFINED.get(rules(op).name)
     if is_part is None:
         return None
 
@@ -103,7 +119,7 @@ def draws_beside_generators(op: OpOverload, args: Sequence[Any], kwargs: Mapping
     cuDNN does so between the layers of a recurrent network. torch seeds that state at its first use, and again after
     the generator's state was set, so a replay would draw another mask.
     """
-    inputs = args[0] if str(op) in RECURRENT else None
+    inputs = args[0] if rules(op).name in RECURRENT else None
     return bool(
         isinstance(inputs, Tensor)
         and inputs.is_cuda
