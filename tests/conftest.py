@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -35,8 +36,11 @@ else:
     torch.sparse.check_sparse_tensor_invariants.disable()
 
 RETURNS = ["gradients", "activations"]
-QUIET_S = 60.0
-"""A machine shared by many can starve a worker for seconds: tests that are not about silence allow for it."""
+QUIET_S = 240.0
+"""A machine shared by many can starve a worker for minutes: tests that are not about a limit of time allow for it.
+
+A test that hangs is ended by pytest's timeout, which is longer.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +57,28 @@ def no_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_trainers() -> Iterator[None]:
+    """No limit of time that has a default expires on a slow machine. Tests of such a limit set it themselves.
+
+    The variable is for trainers that tests start: what is set in this process does not reach them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BACKHAUL_SILENCE_S", str(QUIET_S))
+        if not WITHOUT_TORCH:
+            deadlines = importlib.import_module("backhaul._worker_client.deadlines")
+            patch.setattr(deadlines, "SHORTEST_RUN_LIMIT_S", QUIET_S)
+            patch.setattr(deadlines, "SHORTEST_QUEUE_LIMIT_S", QUIET_S)
+        yield
+
+
+@pytest.fixture
+def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits of time of runs and queues that trainers have, for a test of these."""
+    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_RUN_LIMIT_S", 5.0)
+    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_QUEUE_LIMIT_S", 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +160,7 @@ def settle(session: Session) -> None:
     session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = QUIET_S) -> None:
     """Returns when the condition holds, fails when it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -15,7 +15,7 @@ from support.demos import Demo
 from support.pages import Crowd, Heard, OpenPage, Training
 from support.processes import WorkerProcess
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 MANY_WORKERS = 50
 MANY_SEGMENTS = 10_000
 NO_STORE = ("--store", ":memory:")
@@ -106,7 +106,7 @@ def trained(training: Training) -> Training:
 def crowd() -> Iterator[Crowd]:
     """Fifty workers, two hundred sessions and ten thousand segments, all of them known to the dashboard."""
     with Cluster(MANY_WORKERS, MANY_SEGMENTS) as cluster, Dashboard(*cluster.addresses, options=NO_STORE) as dashboard:
-        wait_until(lambda: dashboard.api("segments?limit=1")["total"] >= MANY_SEGMENTS, "all segments are known", 60)
+        wait_until(lambda: dashboard.api("segments?limit=1")["total"] >= MANY_SEGMENTS, "all segments are known")
         wait_until(lambda: dashboard.api("overview")["healthy_workers"] == MANY_WORKERS, "all workers are known")
         cluster.start_jobs()
         wait_until(lambda: dashboard.api("sessions?limit=1")["total"] == cluster.sessions, "all sessions are known")

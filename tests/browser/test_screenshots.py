@@ -59,7 +59,7 @@ def finetuning(workers: str, name: str, seed: int, *tags: str) -> Iterator["subp
     try:
         yield process
     finally:
-        process.communicate(timeout=60)
+        process.communicate(timeout=240)
 
 
 def until_trained(process: "subprocess.Popen[str]") -> None:

@@ -68,7 +68,7 @@ def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 )
 def test_bash_completes(words: str, completed: set[str], scripts: Path) -> None:
     command = ["bash", "try", *words.split()]
-    asked = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=30, check=True)
+    asked = subprocess.run(command, cwd=scripts, capture_output=True, text=True, timeout=240, check=True)
     assert set(asked.stdout.split()) == completed
 
 

@@ -52,7 +52,7 @@ def dead_links(site: Path) -> list[str]:
 def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "-b", "html"]
     folders = ["-d", str(tmp_path / "doctrees"), str(ROOT / "docs"), str(tmp_path / "site")]
-    built = subprocess.run([*command, *folders], capture_output=True, text=True, timeout=200, check=False)
+    built = subprocess.run([*command, *folders], capture_output=True, text=True, timeout=240, check=False)
     assert (built.returncode, built.stderr) == (0, "")
 
     assert dead_links((tmp_path / "site").resolve()) == []

@@ -22,7 +22,7 @@ from distributed.training import Ranks
 from support.bits import differing
 from support.torchrun import Outcome
 
-QUIET_S = 60.0
+QUIET_S = 240.0
 
 
 def outcome_of(name: str, workers: str) -> Outcome:

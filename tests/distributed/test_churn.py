@@ -38,7 +38,7 @@ def test_workers_come_and_go_under_four_ranks(tmp_path: Path) -> None:
             path = tmp_path / f"{rank}.step"
             return path.exists() and int(path.read_text()) >= step
 
-        wait_until(lambda: all(map(is_there, range(RANKS))), f"all ranks are in step {step}", 120)
+        wait_until(lambda: all(map(is_there, range(RANKS))), f"all ranks are in step {step}")
 
     with ExitStack() as opened:
         kept, killed, drained = (opened.enter_context(WorkerProcess(*options, supervised=True)) for _ in range(3))
@@ -70,7 +70,7 @@ def test_workers_come_and_go_under_four_ranks(tmp_path: Path) -> None:
             path = tmp_path / f"{rank}.up"
             return path.exists() and sorted(path.read_text().split(",")) == sorted([kept.address, added.address])
 
-        wait_until(lambda: all(map(sees, range(RANKS))), "all ranks see who has come and gone", 120)
+        wait_until(lambda: all(map(sees, range(RANKS))), "all ranks see who has come and gone")
         (tmp_path / "done").touch()
         assert training.wait(200) == 0, (tmp_path / "log").read_text()[-4_000:]
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]

@@ -13,7 +13,6 @@ from support.ray_cluster import RayCluster
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(400)
 def test_workers_on_the_hosts_of_a_cluster(tmp_path: Path) -> None:
     with RayCluster(2) as cluster:
         nodes = f'[nodes]\nkind = "ray"\nray_address = "{cluster.address}"\n'

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import backhaul
 from backhaul import BackhaulError, SessionUnknownError, TransferError
+from backhaul._worker_client import lanes
 from backhaul._worker_client.deadlines import error_of
 from backhaul_bench.distant_proxy import DistantProxy
 from backhaul_proto.v1 import session_pb2, tensor_pb2
@@ -111,7 +112,7 @@ def test_a_lane_that_stalls_is_given_up_after_the_silence(direction: str, worker
         there_and_back(session, x)
         assert proxy.broken == 1
         assert session.report().fallbacks == 0
-        assert 0.5 < time.monotonic() - began < 15.0
+        assert 0.5 < time.monotonic() - began < QUIET_S / 2
 
 
 class Tampering:
@@ -229,7 +230,7 @@ def test_a_worker_that_is_lost_with_all_connections_is_noticed(
     with LaneProxy(worker.address) as slow_link, on_every_channel(cut), connected(slow_link.address, 3) as session:
         up, began = connection_of(session).up, time.monotonic()
         there_and_back(session, LARGE.clone().requires_grad_())
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < QUIET_S / 2  # the session would wait for QUIET_S
         assert session.report().fallbacks == 1
     assert up is not None
     with grpc.insecure_channel(worker.address) as channel:  # otherwise the session would stay until its lease ends
@@ -342,11 +343,9 @@ def test_a_lane_may_come_before_its_upload(striping: Striping) -> None:
 
 def test_a_lane_that_comes_after_its_upload_is_refused_at_once(striping: Striping) -> None:
     assert error(striping.put([0, 1, 2])) is None
-    began = time.monotonic()
     refused = error(striping.stripes([2]))
     assert isinstance(refused, TransferError)
-    assert "has ended" in refused.message
-    assert time.monotonic() - began < 5.0
+    assert "has ended" in refused.message  # and not that it has waited too long
 
 
 def test_a_lane_of_another_session_has_no_part_in_an_upload(striping: Striping) -> None:
@@ -397,13 +396,15 @@ def test_without_room_for_lanes_the_main_connection_sends_everything(tmp_path: P
 
 
 @pytest.mark.slow
-def test_lanes_that_cannot_join_are_not_waited_for(worker: WorkerProcess) -> None:
+def test_lanes_that_cannot_join_are_not_waited_for(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "JOIN_S", QUIET_S)
+
     class OneConnection(LaneProxy):
         """Takes a second connection, and never passes anything on."""
 
         def _pass_on(self, source: Any, sink: Any, is_up: bool) -> None:
             if self._sockets.index(source) > 2:
-                self._over.wait(60)
+                self._over.wait(QUIET_S)
             super()._pass_on(source, sink, is_up)
 
     with (
@@ -413,7 +414,7 @@ def test_lanes_that_cannot_join_are_not_waited_for(worker: WorkerProcess) -> Non
     ):
         began = time.monotonic()
         there_and_back(session, LARGE.clone().requires_grad_())
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < QUIET_S / 2
         assert session.report().fallbacks == 0
         assert joined(session) == 0
     assert passed["PutStripes"] == passed["GetStripes"] == 0

@@ -55,7 +55,7 @@ class Wire:
     def put(self, *messages: tensor_pb2.TensorBatch, session: str | None = None) -> tensor_pb2.PutTensorsResponse:
         named = self.session if session is None else session
         return self.tensors.PutTensors(
-            iter([tensor_pb2.PutTensorsRequest(session=named, tensors=message) for message in messages]), timeout=10
+            iter([tensor_pb2.PutTensorsRequest(session=named, tensors=message) for message in messages]), timeout=60
         )
 
     def save(self, number: int, nodes: list[Node], saved_count: int, x: torch.Tensor) -> segment_pb2.OperationKey:
@@ -255,7 +255,7 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
     huge = Node("aten.ones.default", ((1 << 34,),), (("dtype", torch.uint8),), 0, (16,), draws=False)
     program = encode_program(Program((), (huge,), (ambient_state.capture(),), (ResultRef(0, 0),), 0, 0))
     address = wire.programs.PutProgram(
-        program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=10
+        program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=60
     ).address
     key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)
     wire.segments.SaveSegment(segment_pb2.SaveSegmentRequest(key=key, program=address), timeout=60)
@@ -294,7 +294,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> None:
+def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usual_limits: None) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
     key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
     hogged = hog.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0]), timeout=60)
@@ -305,7 +305,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess) -> N
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
         assert torch.equal(grad_of(x), x.detach().cos())
         assert session.report().fallbacks + session.report().remote == 1
-        assert time.monotonic() - started < 10  # bounds the wait, not the speed of the machine
+        assert time.monotonic() - started < QUIET_S / 4  # bounds the wait, not the speed of the machine
     hogged.cancel()
     hog.channel.close()
 

@@ -116,7 +116,7 @@ def test_segments_of_a_lost_worker_are_let_go_without_a_garbage_collection(
             training.step(loss)
             del loss
             assert session.report().fallbacks > 0
-            wait_until(lambda: not lost.uploader.segments(), "the segments are let go", 10)
+            wait_until(lambda: not lost.uploader.segments(), "the segments are let go")
         finally:
             gc.enable()
 

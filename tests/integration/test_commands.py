@@ -40,13 +40,13 @@ def guarded_dashboard(token_file: Path) -> Iterator[httpx.Client]:
     )
     assert process.stdout is not None
     try:
-        with httpx.Client(base_url=process.stdout.readline().rpartition(" ")[2].strip(), timeout=10) as client:
+        with httpx.Client(base_url=process.stdout.readline().rpartition(" ")[2].strip(), timeout=60) as client:
             yield client
         assert read_token(token_file) not in Path(f"/proc/{process.pid}/cmdline").read_text()
     finally:
         process.send_signal(signal.SIGTERM)
         process.stdout.close()
-        process.wait(10)
+        process.wait(240)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: 
 def test_headers_come_as_they_were_sent(shown: list[str], guarded_dashboard: httpx.Client, token_file: Path) -> None:
     token, url = read_token(token_file), urlsplit(str(guarded_dashboard.base_url))
     headers = "".join(f"Authorization: Bearer {token if word == 'TOKEN' else word}\r\n" for word in shown)
-    with socket.create_connection((str(url.hostname), url.port or 0), timeout=10) as connection:
+    with socket.create_connection((str(url.hostname), url.port or 0), timeout=60) as connection:
         connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())
         wait_until(lambda: bool(connection.recv(1, socket.MSG_PEEK)), "an answer")
         assert connection.recv(100).startswith(b"HTTP/1.1 401 Unauthorized\r\n")

@@ -65,7 +65,7 @@ def generated(document: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "config.yml").write_text("post_hooks: []\n")
     command = [str(Path(sys.executable).with_name("openapi-python-client")), "generate", "--meta", "none"]
     files = ["--path", "openapi.json", "--config", "config.yml", "--output-path", PACKAGE, "--fail-on-warning"]
-    done = subprocess.run([*command, *files], cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([*command, *files], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     sys.path.insert(0, str(folder))
     yield folder

@@ -25,7 +25,7 @@ def demo(*options: str) -> "subprocess.Popen[str]":
 @pytest.mark.slow
 def test_all_five_variants_are_bitwise_equal(tmp_path: Path) -> None:
     process = demo("--steps", "3", "--json", str(tmp_path / "results.json"))
-    shown, said = process.communicate(timeout=120)
+    shown, said = process.communicate(timeout=240)
     assert process.returncode == 0, said
     assert "bitwise equal in all five" in shown
     assert "step 3/3" in shown
@@ -59,10 +59,10 @@ def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path
         assert any(line.startswith("step 1/4") for line in process.stdout)
         if number is signal.SIGKILL:
             worker.kill()
-            process.communicate(timeout=120)
+            process.communicate(timeout=240)
         else:
             os.kill(worker.pid, signal.SIGSTOP)
-            process.communicate(timeout=120)
+            process.communicate(timeout=240)
             os.kill(worker.pid, signal.SIGCONT)
     assert process.returncode == 0
     results = json.loads((tmp_path / "results.json").read_text())
@@ -88,7 +88,7 @@ def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     assert worker["state"] == "serving"
     assert len(children) == 2
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     wait_until(lambda: not any(path.exists() for path in children), "worker and dashboard end")
     assert process.returncode == 130
 
@@ -112,6 +112,6 @@ def _parent(process: Path) -> int:
 )
 def test_a_bad_option_is_named(options: list[str], message: str) -> None:
     process = demo(*options)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 2
     assert message in said

@@ -201,13 +201,13 @@ def test_namespaces_and_groups_end_with_a_killed_run(tmp_path: Path) -> None:
         return len(descendants(run.pid)) > 8 if group is None else (group / "worker-0").exists()
 
     try:
-        wait_until(is_training, "the nodes train", 120)
+        wait_until(is_training, "the nodes train")
         nodes = descendants(run.pid)
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-    wait_until(lambda: not any(_is_alive(pid) for pid in nodes), "all nodes end", 30)
-    wait_until(lambda: group is None or not group.exists(), "the groups are removed", 30)
+    wait_until(lambda: not any(_is_alive(pid) for pid in nodes), "all nodes end")
+    wait_until(lambda: group is None or not group.exists(), "the groups are removed")
     (tmp_path / "tiny.toml").write_text(TINY)
     left = tmp_path / "results" / "tiny" / "running"
     assert left.exists()
@@ -225,7 +225,7 @@ def test_without_groups_processes_are_stopped_in_turns(monkeypatch: pytest.Monke
     with subprocess.Popen(["sleep", "inf"]) as node:
         try:
             shares.hold("node", [node.pid], 0.5)
-            wait_until(lambda: _state(node.pid) == "T", "the node is stopped", 30)
+            wait_until(lambda: _state(node.pid) == "T", "the node is stopped")
             shares.close()
             assert _state(node.pid) != "T"
         finally:

@@ -140,7 +140,7 @@ def test_a_trainer_that_is_gone_is_named() -> None:
     code = "import backhaul, os, sys; print(backhaul.connect(sys.argv[1]).run, flush=True); os.kill(os.getpid(), 9)"
     with WorkerProcess("--memory", "1GiB", "--lease", "0.2") as worker:
         trainer = subprocess.run(
-            [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=240, check=False
         )
         wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
         (line,) = named(lines(worker.end()), "The lease of")
@@ -157,10 +157,10 @@ def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
     )
     assert process.stdout is not None
     url = process.stdout.readline().split()[-1]
-    assert httpx.get(f"{url}/healthz", timeout=10).status_code == 200
-    assert httpx.get(f"{url}/static/x.css", timeout=10).status_code == 500
+    assert httpx.get(f"{url}/healthz", timeout=240).status_code == 200
+    assert httpx.get(f"{url}/static/x.css", timeout=240).status_code == 500
     process.send_signal(signal.SIGTERM)
-    _, logged = process.communicate(timeout=30)
+    _, logged = process.communicate(timeout=240)
     (line,) = named(lines(logged), "Exception in ASGI application")
     assert (line["level"], line["command"], line["logger"]) == ("ERROR", "dashboard", "uvicorn.error")
     assert str(line["exception"]).endswith("ZeroDivisionError: a bug")
@@ -176,7 +176,7 @@ def test_a_terminal_gets_text() -> None:
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     shown = os.read(ours, 65536).decode()
     os.close(ours)
     assert " INFO backhaul.worker: The worker is stopping: " in shown

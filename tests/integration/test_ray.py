@@ -39,7 +39,6 @@ def fleet(cluster: RayCluster, command: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(300)
 def test_a_fleet_grows_and_shrinks_while_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates.make(tmp_path / "tls", ["small"], 1)
     token = tmp_path / "token"

@@ -169,7 +169,7 @@ def test_a_worker_of_another_version_is_refused_by_name() -> None:
 def test_a_trainer_of_another_version_is_refused_by_name(worker: WorkerProcess) -> None:
     with grpc.insecure_channel(worker.address) as channel, pytest.raises(grpc.RpcError) as caught:
         Services(channel).sessions.OpenSession(
-            session_pb2.OpenSessionRequest(protocol_version=98, client_version="0.0.7"), timeout=10
+            session_pb2.OpenSessionRequest(protocol_version=98, client_version="0.0.7"), timeout=60
         )
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "protocol 98 (backhaul 0.0.7)" in str(caught.value.details())
@@ -352,7 +352,7 @@ def test_ctrl_c_in_backward_leaves_nothing_behind(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path), "BACKHAUL_SILENCE_S": "30"}
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment, check=False
     )
     word, pid = process.stdout.split()
     assert (word, process.returncode, process.stderr) == ("interrupted", 0, "")
@@ -365,7 +365,7 @@ def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
     code = "import backhaul; print(backhaul.connect()._embedded.pid)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=environment, check=True
     )
     assert process.stderr == ""
     assert not Path(f"/proc/{process.stdout.strip()}").exists()

@@ -139,7 +139,7 @@ def test_weights_that_are_freed_before_they_are_sent(
     may_send, send = threading.Event(), SegmentSender.send
 
     def late(self: SegmentSender, save: SegmentUpload) -> None:
-        assert may_send.wait(30)
+        assert may_send.wait(240)
         send(self, save)
 
     monkeypatch.setattr(SegmentSender, "send", late)

@@ -241,14 +241,14 @@ def test_a_trainer_that_is_killed_leaves_nothing(sockets: Path) -> None:
         "import backhaul, os, signal, sys, torch\n"
         "sys.path.insert(0, os.environ['TESTS'])\n"
         "from integration.test_shared_memory import gradients, share\n"
-        "session = backhaul.connect(sys.argv[1], silence_s=10.0)\n"
+        "session = backhaul.connect(sys.argv[1], silence_s=240)\n"
         "share(session)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     with WorkerProcess("--lease", "1") as worker:
         tests = str(Path(__file__).parent.parent)
         environment = {**os.environ, "TESTS": tests}
-        subprocess.run([sys.executable, "-c", code, worker.address], timeout=60, env=environment, check=False)
+        subprocess.run([sys.executable, "-c", code, worker.address], timeout=240, env=environment, check=False)
         wait_until(lambda: mapped(worker.pid) == 0, "the lease has run out")
         assert opened(worker.pid) == []
 

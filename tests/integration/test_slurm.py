@@ -104,7 +104,7 @@ def test_the_workers_of_a_job_are_in_the_file_while_it_runs(environment: dict[st
             # Preemption: the workers finish, and their addresses go.
             job.send_signal(signal.SIGTERM)
             wait_until(lambda: file.read_text() == "", "the addresses are gone")
-            assert job.wait(30) == 0
+            assert job.wait(240) == 0
             wait_until(lambda: not session._workers, "the trainer has noticed")
             assert differing(train(session.checkpoint, blocks, stack), train(plainly, blocks, stack)) == []
             assert session.report().remote == before.remote

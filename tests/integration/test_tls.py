@@ -254,7 +254,7 @@ def test_a_dashboard_over_tls(secured: Secured, made: Path) -> None:
 def said(*command: str) -> str:
     """The exit code of a command, and what it printed."""
     ended = subprocess.run(
-        [sys.executable, "-m", "backhaul", *command], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-m", "backhaul", *command], capture_output=True, text=True, timeout=240, check=False
     )
     return f"{ended.returncode} {ended.stdout}{ended.stderr}"
 

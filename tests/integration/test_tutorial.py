@@ -33,7 +33,7 @@ def test_the_three_ways_print_what_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "compare.py").write_text(PROGRAMS[0])
     command = [sys.executable, "compare.py"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True
+        command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240, check=True
     )
     assert without_measurements(done.stdout) == without_measurements(OUTPUTS[0])
 
@@ -63,7 +63,7 @@ def test_a_training_goes_on_without_its_worker(tmp_path: Path) -> None:
                 printed += character
             os.killpg(worker.pid, signal.SIGINT)
             worker.wait()
-            rest, _ = trainer.communicate("\n", timeout=120)
+            rest, _ = trainer.communicate("\n", timeout=240)
     finally:
         if worker.poll() is None:
             os.killpg(worker.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from backhaul.integrations.accelerate import enable  # noqa: E402
 
-QUIET_S = 60.0
+QUIET_S = 240.0
 BACKWARD = torch.autograd.backward
 MICRO_BATCHES = 11  # the last step of an epoch has three
 

@@ -14,7 +14,7 @@ lightning = pytest.importorskip("lightning")
 
 from backhaul.integrations.lightning import LightningCallback  # noqa: E402
 
-QUIET_S = 60.0
+QUIET_S = 240.0
 BACKWARD = torch.autograd.backward
 
 

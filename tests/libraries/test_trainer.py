@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from backhaul.integrations.transformers import BackhaulCallback  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-QUIET_S = 60.0
+QUIET_S = 240.0
 BACKWARD = torch.autograd.backward
 
 

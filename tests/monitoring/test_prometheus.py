@@ -36,7 +36,9 @@ def program(name: str) -> str:
 
 
 def promtool(*arguments: str | Path) -> str:
-    process = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run(
+        [program("promtool"), *arguments], capture_output=True, text=True, timeout=240, check=False
+    )
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout + process.stderr
 

@@ -133,7 +133,7 @@ def test_a_port_that_is_no_service_is_misspelt() -> None:
 def backhaul(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "backhaul", *arguments]
     surroundings = {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=surroundings, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=surroundings, check=False)
 
 
 @pytest.mark.slow

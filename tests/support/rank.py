@@ -26,7 +26,7 @@ import backhaul
 from support.bits import Checkpoint, differing, plainly
 
 WIDTH, SEGMENTS = 32, 8
-WAIT_S = 120.0
+WAIT_S = 240.0
 
 
 class Net(nn.Module):

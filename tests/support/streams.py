@@ -12,7 +12,7 @@ import torch
 from backhaul_runtime.tensors import staging
 from backhaul_runtime.tensors.layout import Layout
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 class FakeStream:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import NotRemoteError, SettingError, WorkerLostError, wrap
-from backhaul._config import Config
+from backhaul._config import Config, resolve
 from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.options import options_of
 from backhaul._torch_api.sequential import checkpoint_sequential
 from backhaul._torch_api.wrap import SegmentModule, unwrap
-from backhaul._worker_client.deadlines import Liveness
+from backhaul._worker_client.deadlines import Liveness, longest_queue_s, longest_run_s
+from conftest import QUIET_S
 from support.loopback import Loopback
 
 
@@ -25,6 +26,15 @@ def test_silence_is_what_the_waiter_was_awake_for() -> None:
     with pytest.raises(WorkerLostError, match="silent for 0.2 s") as caught:
         Liveness(0.2).wait(Future())
     assert caught.value.status == "SILENT"
+
+
+def test_a_queue_that_is_longer_than_the_work_is_not_waited_for(usual_limits: None) -> None:
+    assert (longest_queue_s(0.1), longest_queue_s(3.0)) == (1.0, 6.0)
+    assert (longest_run_s(0.1), longest_run_s(3.0)) == (5.0, 12.0)
+
+
+def test_limits_do_not_expire_in_tests_that_are_not_about_them() -> None:
+    assert longest_queue_s(0.0) == longest_run_s(0.0) == resolve().silence_s == QUIET_S
 
 
 @pytest.mark.slow

@@ -145,7 +145,7 @@ def test_a_migration_that_is_killed_loses_nothing(old: str, stage: str) -> None:
             setattr(schema, {stage!r}, die)
         history.HistoryFile({old!r})
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=240, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert content(old) == before
     HistoryFile(old).close()

@@ -115,15 +115,15 @@ def test_blocks_of_two_threads_end_in_any_order(x: Tensor) -> None:
         with patched(first.checkpoint):
             by_attribute(x)
             entered.set()
-            assert left.wait(30)
+            assert left.wait(240)
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert entered.wait(30)
+    assert entered.wait(240)
     with patched(second.checkpoint):
         by_attribute(x)
         left.set()
-        thread.join(30)
+        thread.join(240)
         by_attribute(x).sum().backward()
     assert [loopback.report().segments[0].calls for loopback in (first, second)] == [1, 2]
 

@@ -52,7 +52,7 @@ def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda)
     reader.start()
     tensor.fill_(3)
     cuda.trainer.end()
-    reader.join(10)
+    reader.join(60)
     assert pieces[0].view(torch.float32).tolist() == [3, 3, 3, 3]
 
 

@@ -193,19 +193,19 @@ def test_delivery_that_hangs_or_fails_holds_nobody_up() -> None:
 
     def deliver(report: telemetry_pb2.TrainerReport) -> bool:
         asked.set()
-        release.wait(30)
+        release.wait(240)
         raise OSError("full")
 
     reporter = Reporter(deliver)
     reporter.telemetry.start()
     reporter.call()
     reporter.telemetry.step()
-    assert asked.wait(10)
+    assert asked.wait(240)
     reporter.call()
     reporter.telemetry.step()  # returns
     reporter.telemetry.close()  # likewise, though the thread still waits
     release.set()
-    reporter.telemetry._thread.join(10)
+    reporter.telemetry._thread.join(60)
     assert not reporter.telemetry._thread.is_alive()
 
 

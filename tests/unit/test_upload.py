@@ -137,7 +137,7 @@ def test_forward_waits_while_too_much_is_on_its_way() -> None:
     thread.join(0.3)
     assert thread.is_alive()
     connection.gate.set()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     second.saved.result(10)
     uploader.close()

@@ -49,6 +49,10 @@ LANE_LOST = "LANE_LOST"
 """The status of a WorkerLostError after which the transfer is to be repeated on the main connection alone."""
 LONGEST_S = 3600.0
 """The deadline passed to gRPC for calls whose end the rules above decide."""
+SHORTEST_RUN_LIMIT_S = 5.0
+"""The limit of a run that should take less than a quarter of it. Tests that are not about it set it higher."""
+SHORTEST_QUEUE_LIMIT_S = 1.0
+"""The limit of the worker's queue for a run that should take less than half of it, set higher likewise."""
 _CLOSE_S = 2.0
 
 
@@ -212,7 +216,12 @@ def with_liveness(messages: Iterable[T], watch: Liveness) -> Iterator[T]:
 
 def longest_run_s(expected_s: float) -> float:
     """Returns the seconds to wait for work that was expected to take `expected_s`."""
-    return max(5.0, 4 * expected_s)
+    return max(SHORTEST_RUN_LIMIT_S, 4 * expected_s)
+
+
+def longest_queue_s(expected_s: float) -> float:
+    """Returns the seconds that other work may take first, before work that was expected to take `expected_s`."""
+    return max(SHORTEST_QUEUE_LIMIT_S, 2 * expected_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +270,7 @@ class AnswerStream(Generic[R]):
     ) -> None:
         self._silence_s = silence_s
         self._longest_run_s = longest_run_s(expected_s)
-        self._longest_queue_s = max(1.0, 2 * expected_s)
+        self._longest_queue_s = longest_queue_s(expected_s)
         self._running_since: float | None = None
         self._messages: queue.Queue[_Message] = queue.Queue(MAX_WAITING_MESSAGES)
         self._closed = threading.Event()

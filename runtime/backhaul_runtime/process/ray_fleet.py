@@ -22,8 +22,11 @@ from backhaul_runtime.process.addresses import parse_address
 
 NAMESPACE = "backhaul"
 NEEDS_RAY = "needs Ray: pip install 'backhaul[ray]'"
-JOIN_S = 30.0
-"""Seconds that Ray may take to join a cluster. It has no such limit of its own."""
+JOIN_S = 120.0
+"""Seconds that Ray may take to join a cluster. It has no such limit of its own.
+
+On a slow machine its client took more than 30 s: a server of its own is started for each client.
+"""
 
 _REACH_S = 5.0
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,61}[A-Za-z0-9])?")

@@ -24,7 +24,7 @@ from backhaul_runtime.errors import ConnectError
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.process.ray_fleet import JOIN_S, default_address
 
-FIRST_ANSWER_S = JOIN_S + 15.0
+FIRST_ANSWER_S = JOIN_S + 60.0
 """Seconds for the first answer: Ray is imported before it can join."""
 NEXT_ANSWER_S = 2.0
 RESTART_S = 10.0
