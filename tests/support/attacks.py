@@ -375,7 +375,8 @@ def settings(client: Hostile, times: int) -> None:
 
     def attempt(number: int) -> None:
         request = client.backward(1, gradient, number + 1)
-        name, text = ("sdp_priority", "default_dtype")[number % 2], texts[number % len(texts)]
+        names = "sdp_priority", "default_dtype", "mkldnn_matmul_precision"
+        name, text = names[number % len(names)], texts[number % len(texts)]
         request.start.ambient_state.settings[name].text = text
         list(client.segments.Backward(request, timeout=TIMEOUT_S))
 

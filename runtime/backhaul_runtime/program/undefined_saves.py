@@ -93,19 +93,15 @@ PARTLY_UNDEFINED: Mapping[str, Callable[[Tensor, Callable[[str], Any]], bool]] =
 """By op: whether a tensor that it saves has undefined bytes, given a function that returns an argument by its name."""
 
 
-def undefined_saves(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], bool] | None:
-    """Returns which of the tensors that a call of an op saves have undefined bytes; None if none has.
-
-    The ops of UNDEFINED_SAVES are not covered.
+def undefined_saves(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[Tensor], bool]:
+    """Returns which of the tensors that a call of an op saves have undefined bytes.
 
     Args:
-        op: The op that is about to run.
+        op: The op that is about to run, one of PARTLY_UNDEFINED.
         args: The positional arguments of the op.
         kwargs: The keyword arguments of the op.
     """
-    is_part = PARTLY_UNDEFINED.get(rules(op).name)
-    if is_part is None:
-        return None
+    is_part = PARTLY_UNDEFINED[rules(op).name]
 
     def given(name: str) -> Any:
         return argument(op, name, args, kwargs)
@@ -114,15 +110,13 @@ def undefined_saves(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def draws_beside_generators(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op draws its dropout from a state that the process keeps beside torch's generators.
+    """Whether an op of RECURRENT draws its dropout from a state that the process keeps beside torch's generators.
 
     cuDNN does so between the layers of a recurrent network. torch seeds that state at its first use, and again after
     the generator's state was set, so a replay would draw another mask.
     """
-    inputs = args[0] if rules(op).name in RECURRENT else None
     return bool(
-        isinstance(inputs, Tensor)
-        and inputs.is_cuda
+        args[0].is_cuda
         and torch.backends.cudnn.enabled
         and argument(op, "train", args, kwargs)
         and argument(op, "dropout", args, kwargs) > 0

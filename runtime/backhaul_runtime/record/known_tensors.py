@@ -162,9 +162,9 @@ class KnownTensors:
 
     def add_results(self, results: Sequence[Tensor], written: Iterable[Tensor] = ()) -> None:
         """Notes what an op has returned, and the tensors that it wrote to, before its node is added."""
-        if not self._recording.computes_on_host:
-            self._recording.computes_on_host = any(result.is_cpu for result in results)
         for output, result in enumerate(results):
+            if result.is_cpu:
+                self._recording.computes_on_host = True
             known = self._known.get(identity_of(result))
             self._add(result, ResultRef(len(self._builder.nodes), output) if known is None else known.ref)
         for tensor in written:

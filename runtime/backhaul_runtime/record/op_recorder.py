@@ -15,7 +15,13 @@ from backhaul_runtime.program.op_rules import (
     written_tensors,
 )
 from backhaul_runtime.program.program import Node
-from backhaul_runtime.program.undefined_saves import UNDEFINED_SAVES, draws_beside_generators, undefined_saves
+from backhaul_runtime.program.undefined_saves import (
+    PARTLY_UNDEFINED,
+    RECURRENT,
+    UNDEFINED_SAVES,
+    draws_beside_generators,
+    undefined_saves,
+)
 from backhaul_runtime.program.unsafe_arguments import check_values
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.replay.recorded_choices import DrawRecorder
@@ -51,7 +57,8 @@ class OpRecorder:
         call.contents.forget()
         if op_rules.name in UNDEFINED_SAVES:
             call.op.reads = read_digest(tensors_in((args, tuple(kwargs.values()))))
-        call.op.is_undefined = undefined_saves(op, args, kwargs)
+        elif op_rules.name in PARTLY_UNDEFINED:
+            call.op.is_undefined = undefined_saves(op, args, kwargs)
         if call.recording.refusal is not None:
             return None
         call.choices.begin(op_rules, args, kwargs)
@@ -66,7 +73,7 @@ class OpRecorder:
             raise Refusal(reason)
         if op_rules.name in ABSOLUTE and args[0] not in call.interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
-        if draws_beside_generators(op, args, kwargs):
+        if op_rules.name in RECURRENT and draws_beside_generators(op, args, kwargs):
             raise Refusal(
                 f"{op_rules.name} has dropout between its layers, which cuDNN does not draw from the generator"
             )

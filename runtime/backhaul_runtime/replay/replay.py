@@ -42,7 +42,7 @@ from backhaul_runtime.program.op_rules import (
 )
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
-from backhaul_runtime.program.undefined_saves import UNDEFINED_SAVES, undefined_saves
+from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.replay.backward_watch import BackwardWatch
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
@@ -291,7 +291,8 @@ class Replay:
         # torch calls these ops below autograd, and for some of them autograd has no formula.
         if not rules(op).reads_values:
             args = [value.detach() if isinstance(value, Tensor) else value for value in args]
-        self._packing.op, self._packing.is_undefined = node.op, undefined_saves(op, args, kwargs)
+        self._packing.op = node.op
+        self._packing.is_undefined = undefined_saves(op, args, kwargs) if node.op in PARTLY_UNDEFINED else None
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
         with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
