@@ -141,7 +141,7 @@ class Loopback:
         return self.pins
 
     def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:
-        return PendingCall(CallSite(), arguments)
+        return PendingCall(CallSite(), arguments, fn)
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[LoopbackSegment, Program]:
         recording = segment.call.recording

@@ -131,14 +131,14 @@ class Dispatcher:
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends the inputs of a call that begins now, if its program can be predicted."""
-        pending = PendingCall(self._sites.of(fn, self._placement.position), arguments)
+        pending = PendingCall(self._sites.of(fn, self._placement.position), arguments, fn)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
         # A prediction would send what the worker computes itself, or what it does not get.
         if pending.site.speculation.is_derived or self._placement.is_trainers:
             return pending
         with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
-            predicted = pending.site.predict(arguments, self.copies.hold)
+            predicted = pending.site.predict(arguments, self.copies.hold, fn)
         if predicted is not None:
             try:
                 worker, worker_session, number = self._next_target()
@@ -189,7 +189,7 @@ class Dispatcher:
             raise Refusal(f"{reason}, says the worker {worker.connection.name}")
         # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
-        known, superseded = site.learn(segment.program, recording, tensors, pending.arguments)
+        known, superseded = site.learn(segment.program, recording, tensors, pending.arguments, pending.fn)
         sources = [
             self._may_be_freed(worker, worker_session, source, tensor)
             if may_be_freed(tensor) and not source.is_copy

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from backhaul._dispatch.places import Place, at, place_of
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.backward_chains import SpeculationHistory
@@ -60,7 +61,7 @@ class _Source:
 
     Attributes:
         argument: Index of the tensor among the call's arguments, -1 for a captured tensor.
-        captured: The captured tensor, as long as it lives.
+        place: Where the function captures the tensor; None for an argument, and for a place that is not known.
         version: The version counter of the captured tensor when the call had ended.
         layout: The layout when the call first used it.
         address: The address of the captured tensor's contents when the call had ended.
@@ -69,7 +70,7 @@ class _Source:
     """
 
     argument: int
-    captured: weakref.ref[Tensor] | None
+    place: Place | None
     version: int
     layout: Layout
     address: Digest
@@ -77,15 +78,15 @@ class _Source:
     is_transient: bool
 
     def is_same(self, other: "_Source") -> bool:
-        """Whether both are the same argument, or the same tensor that still lives."""
-        return self.argument == other.argument and self.captured is other.captured
+        """Whether both are the same argument, or are captured at the same place."""
+        return self.argument == other.argument and self.place == other.place
 
     def is_newer(self, other: "_Source") -> bool:
-        """Whether both are the same tensor with different contents."""
-        return self.captured is other.captured is not None and read(self.address) != read(other.address)
+        """Whether both are captured at the same place and have different contents."""
+        return self.place == other.place is not None and read(self.address) != read(other.address)
 
     def has_unseen_write(self, other: "_Source") -> bool:
-        """Whether both are the same tensor with different contents but an equal version counter."""
+        """Whether both are captured at the same place, with different contents but an equal version counter."""
         return self.is_newer(other) and self.version == other.version
 
 
@@ -109,7 +110,12 @@ class CallSite:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def learn(
-        self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
+        self,
+        program: Program,
+        recording: Recording,
+        tensors: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        fn: Callable[..., Any],
     ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         """Learns from a call that has ended.
 
@@ -118,6 +124,7 @@ class CallSite:
             recording: The recording of the call.
             tensors: The caller's object behind each source.
             arguments: Tensors among the arguments.
+            fn: The function that was called.
 
         Returns:
             The encoded program, and a function that returns the addresses of captured tensors whose contents have
@@ -125,10 +132,15 @@ class CallSite:
                 since the last call. That function may wait for an accelerator.
         """
         with self._lock:
-            return self._learn(program, recording, tensors, arguments)
+            return self._learn(program, recording, tensors, arguments, fn)
 
     def _learn(
-        self, program: Program, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor]
+        self,
+        program: Program,
+        recording: Recording,
+        tensors: Sequence[Tensor],
+        arguments: Sequence[Tensor],
+        fn: Callable[..., Any],
     ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         positions = {id(tensor): index for index, tensor in enumerate(arguments)}
         before = last = self.last
@@ -139,14 +151,14 @@ class CallSite:
         sources = [
             _Source(
                 argument := positions.get(id(tensor), -1),
-                weakref.ref(tensor) if argument < 0 else None,
+                self._place(fn, tensor, index) if argument < 0 else None,
                 version_of(tensor),
                 source.layout,
                 source.named,
                 source.is_copy,
                 source.is_transient,
             )
-            for tensor, source in zip(tensors, recording.sources, strict=True)
+            for index, (tensor, source) in enumerate(zip(tensors, recording.sources, strict=True))
         ]
         # A site where every call differs is not worth the work.
         is_steady = before is last and all(map(_Source.is_same, sources, self._sources))
@@ -155,6 +167,13 @@ class CallSite:
         self.last, self._sources, self._is_steady = last, sources, before is None or is_steady
         return last, superseded
 
+    def _place(self, fn: Callable[..., Any], tensor: Tensor, index: int) -> Place | None:
+        """Returns the place of a captured tensor, which usually is that of the last call."""
+        last = self._sources[index] if index < len(self._sources) else None
+        if last is not None and last.argument < 0 and (last.place is None or at(fn, last.place) is tensor):
+            return last.place  # None if the last call has searched for it in vain
+        return place_of(fn, tensor)
+
     def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
         if is_steady and any(map(_Source.has_unseen_write, now, before)):
             self._trusts_versions = False  # fused optimizers write without changing the counter
@@ -162,24 +181,25 @@ class CallSite:
         changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
         return [address for address in changed if address not in named]
 
-    def predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
+    def predict(self, arguments: Sequence[Tensor], hold: Hold, fn: Callable[..., Any]) -> "Predicted | None":
         """Predicts the call that begins now. Returns None if nothing is known.
 
         Args:
             arguments: The tensors among its arguments.
             hold: Copies a tensor that may change.
+            fn: The function that is called.
         """
         with self._lock:
-            return self._predict(arguments, hold)
+            return self._predict(arguments, hold, fn)
 
-    def _predict(self, arguments: Sequence[Tensor], hold: Hold) -> "Predicted | None":
+    def _predict(self, arguments: Sequence[Tensor], hold: Hold, fn: Callable[..., Any]) -> "Predicted | None":
         if self.last is None or not self._is_steady:
             return None
         program, sources = self.last.program, []
         for source, wanted in zip(self._sources, program.sources, strict=True):
             tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
-            if source.captured is not None:
-                tensor = source.captured()
+            if source.place is not None:
+                tensor = at(fn, source.place)
             if tensor is None or may_be_freed(tensor):
                 return None
             try:
@@ -214,6 +234,7 @@ class PendingCall:
     Attributes:
         site: The call site of the call.
         arguments: The tensors among its arguments.
+        fn: The function that is called.
         target: The worker, worker session and segment number of what was sent before the call; None if nothing was.
         refusal: Why nothing was sent, if no worker was to get the segment.
         is_saved: Whether the sent segment was confirmed.
@@ -221,6 +242,7 @@ class PendingCall:
 
     site: CallSite
     arguments: list[Tensor]
+    fn: Callable[..., Any]
     target: tuple[WorkerHandle, WorkerSession, int] | None = None
     refusal: Refusal | None = None
     is_saved: bool = False
