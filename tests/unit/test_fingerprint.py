@@ -1,10 +1,17 @@
 """Which differences between a trainer and a worker count."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from backhaul_runtime.process.fingerprint import differences, fingerprint, fingerprint_with_host
-from backhaul_runtime.torch_internals.cuda_libraries import driver_version, loaded_library
+from backhaul_runtime.torch_internals.cuda_libraries import (
+    cublas_version,
+    cublaslt_version,
+    driver_version,
+    loaded_library,
+)
 
 GPU = {"device": "cuda", "gpu": "H100", "host_cpu": "Xeon"}
 MAPS = """7f0000000000-7f0000001000 r-xp 00000000 08:01 1 /opt/site packages/nvidia/lib/libcublasLt.so.12
@@ -52,3 +59,9 @@ def test_the_version_of_the_driver(report: str, version: str) -> None:
 )
 def test_a_library_is_found_where_it_was_loaded(name: str, path: str) -> None:
     assert loaded_library(name, MAPS) == path
+
+
+@pytest.mark.parametrize("path", [Path(torch.__path__[0], "lib/libc10.so"), Path("/no/such/library (deleted)")])
+def test_a_library_that_tells_no_version_is_left_out(path: Path) -> None:
+    assert cublas_version(str(path)) == ""
+    assert cublaslt_version(str(path)) == ""

@@ -7,6 +7,7 @@ No function here initialises CUDA.
 import ctypes
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MAPS = Path("/proc/self/maps")
+_MISSING = "/no/such/library"  # an empty path would stand for the program itself
 _PARTS = range(3)  # of the version of cuBLAS: major, minor and patch level
 
 
@@ -23,8 +25,8 @@ def library_versions() -> Mapping[str, str]:
     versions = {
         "driver": driver_version(_text(_DRIVER)),
         "cudnn": ".".join(map(str, torch._C._cudnn.getRuntimeVersion())) if torch._C._has_cudnn else "",
-        "cublas": _cublas_version(loaded_library("libcublas.so", _text(_MAPS))),
-        "cublaslt": _cublaslt_version(loaded_library("libcublasLt.so", _text(_MAPS))),
+        "cublas": cublas_version(loaded_library("libcublas.so", _text(_MAPS)) or _MISSING),
+        "cublaslt": cublaslt_version(loaded_library("libcublasLt.so", _text(_MAPS)) or _MISSING),
     }
     return {name: version for name, version in versions.items() if version}
 
@@ -53,18 +55,20 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _cublas_version(path: str) -> str:
-    if not path:
-        return ""
-    get, numbers = ctypes.CDLL(path).cublasGetProperty, [ctypes.c_int(-1) for _ in _PARTS]
-    for part, number in zip(_PARTS, numbers, strict=True):
-        get(part, ctypes.byref(number))
-    return ".".join(str(number.value) for number in numbers)
+def cublas_version(path: str) -> str:
+    """Returns the version of a loaded cuBLAS; empty if the library does not tell it."""
+    numbers = [ctypes.c_int(-1) for _ in _PARTS]
+    with suppress(OSError, AttributeError):
+        get = ctypes.CDLL(path).cublasGetProperty
+        if not any(get(part, ctypes.byref(number)) for part, number in zip(_PARTS, numbers, strict=True)):
+            return ".".join(str(number.value) for number in numbers)
+    return ""
 
 
-def _cublaslt_version(path: str) -> str:
-    if not path:
-        return ""
-    get = ctypes.CDLL(path).cublasLtGetVersion
-    get.restype = ctypes.c_size_t
-    return str(get())
+def cublaslt_version(path: str) -> str:
+    """Returns the version of a loaded cuBLASLt; empty if the library does not tell it."""
+    with suppress(OSError, AttributeError):
+        get = ctypes.CDLL(path).cublasLtGetVersion
+        get.restype = ctypes.c_size_t
+        return str(get())
+    return ""
