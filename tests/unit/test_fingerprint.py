@@ -38,6 +38,10 @@ def test_another_gpu_counts() -> None:
     assert differences(GPU, {**GPU, "gpu": "A100"}) == {"gpu": ("H100", "A100")}
 
 
+def test_a_device_of_another_type_is_the_only_difference() -> None:
+    assert differences({"device": "cpu", "cpu": "Xeon"}, GPU) == {"device": ("cpu", "cuda")}
+
+
 def test_the_cpu_counts_where_it_is_the_device() -> None:
     facts = fingerprint(torch.device("cpu"))
     assert {"torch", "build", "device", "machine", "cpu", "cpu_capability"} <= facts.keys()

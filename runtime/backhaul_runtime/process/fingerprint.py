@@ -76,12 +76,16 @@ def differences(
 ) -> dict[str, tuple[str, str]]:
     """Returns the keys that differ, each with our value and theirs; "-" stands for a missing value.
 
+    Between devices of two types only DECISIVE keys are compared: all others differ anyway.
+
     Args:
         ours: The fingerprint of this process.
         theirs: The fingerprint of the other process.
         computes_on_host: Whether the facts about the CPU beside a GPU count (Rule 2).
     """
     keys = sorted(key for key in {*ours, *theirs} if computes_on_host or not key.startswith(HOST))
+    if ours.get("device") != theirs.get("device"):
+        keys = sorted(DECISIVE)
     return {key: (ours.get(key, "-"), theirs.get(key, "-")) for key in keys if ours.get(key) != theirs.get(key)}
 
 
