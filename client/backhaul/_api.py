@@ -45,6 +45,7 @@ def connect(
     unix_socket: bool | None = None,
     connections: int | None = None,
     memory_bytes: int | None = None,
+    device: str | None = None,
     allow: Sequence[str] | None = None,
     telemetry: bool | None = None,
     run: str | None = None,
@@ -94,6 +95,8 @@ def connect(
         connections: Number of connections to each worker, over which large tensors are striped; 0 (default) chooses it
             by measurements.
         memory_bytes: Memory budget of a worker that this call starts.
+        device: Device of a worker that this call starts: "cpu", "cuda" or "cuda:N". None: the device of the first
+            segment.
         allow: What a worker that this call starts runs beside torch's own ops, as `backhaul worker --allow` takes it:
             names of installed packages or modules, or of single classes as "module:name". See docs/allow.md.
         telemetry: Whether steps and segments are reported to workers, for dashboards (default: yes).
@@ -144,6 +147,7 @@ def connect(
             unix_socket=unix_socket,
             connections=connections,
             memory_bytes=memory_bytes,
+            device=device,
             allow=allow,
             telemetry=telemetry,
             run=run,

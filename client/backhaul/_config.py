@@ -1,6 +1,7 @@
 """The settings of a session: argument over environment over plan over default. Does not import torch."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -34,6 +35,7 @@ _CHOICES = {
     "compression": COMPRESSED,
     "local": LOCALS,
 }
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 _LISTS = frozenset({"tags", "allow"})
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
@@ -145,7 +147,12 @@ class Config:
     faster; a worker on this machine gets one. See docs/links.md."""
 
     memory_bytes: int = 0
-    """Memory budget in bytes of a worker that connect() starts; 0 for half of this machine's memory."""
+    """Memory budget in bytes of a worker that connect() starts; 0 for half of its device's memory, divided by the
+    number of ranks that share the device under torchrun."""
+
+    device: str = ""
+    """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then
+    the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if that was another."""
 
     allow: tuple[str, ...] = ()
     """What a worker that connect() starts runs beside torch's own ops: names of installed packages or modules, or of
@@ -213,6 +220,8 @@ def _check(config: Config) -> None:
     for name in counts:
         if getattr(config, name) < 0:
             raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
+    if config.device and not _DEVICE.fullmatch(config.device):
+        raise SettingError(f'device={config.device!r} is not "cpu", "cuda" or "cuda:N"')
     for name in config.allow:
         if not names_code(name):
             raise SettingError(f'allow has {name!r}: write the name of a package, module or class as "module:name"')

@@ -114,14 +114,18 @@ class Session:
             ),
             config.connect_timeout_s,
         )
-        self._dispatcher = Dispatcher(config, Journal(self.run), self._workers, self.copies, lambda: self._closed)
+        self._dispatcher = Dispatcher(
+            config, Journal(self.run), self._workers, self.copies, lambda: self._closed, self._follow
+        )
         sources = parse_sources(config.worker) if config.worker else []
         files = [file.strip() for file in config.token_file.split(",") if file]
         token_files = one_for_each(files, len(sources)) if sources else []
         try:
             if not sources:
-                self._embedded = EmbeddedWorker(config.memory_bytes, config.connect_timeout_s, config.allow)
-                self._workers.add(connect_to(self._embedded.ensure))
+                self._embedded = EmbeddedWorker(
+                    config.memory_bytes, config.connect_timeout_s, config.allow, config.device
+                )
+                self._workers.add(connect_to(self._embedded.ensure, is_embedded=True))
             self._workers.open(dict(zip(sources, token_files, strict=True)), strict=config.strict)
             self._warn_if_useless()
         except BaseException:
@@ -368,17 +372,18 @@ class Session:
     ) -> None:
         self.close()
 
+    def _follow(self, device: torch.device) -> None:
+        """Moves a worker that this session has started to the device of the first segment, and waits for it."""
+        if self._embedded is not None and self._embedded.follow(device):
+            for worker in self._workers:
+                worker.connection.restarted(f"the worker is started on {device}", self.config.connect_timeout_s)
+
     def _warn_if_useless(self) -> None:
         if all(worker.connection.up is None for worker in self._workers):
             why_down = "; ".join(worker.connection.why_down for worker in self._workers)
             warn_not_remote(f"every segment runs on the trainer for now: {why_down}")
         if why := self._dispatcher.why_useless():
-            is_exact = self.config.numerics == "exact"
-            todo = 'Drop numerics="exact"' if is_exact else "Install the same torch on both sides"
-            warn_not_remote(
-                f"every segment will run on the trainer, because no worker computes the same bits: {why}. {todo}, "
-                "or connect to other workers"
-            )
+            warn_not_remote(f"every segment will run on the trainer, because no worker computes the same bits: {why}")
 
     def _optimizer_stepped(self, *_: Any) -> None:
         if self.telemetry is not None and not self._closed:

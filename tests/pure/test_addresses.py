@@ -17,6 +17,8 @@ from backhaul_runtime.process.addresses import is_private, parse_address
         ("unix:/run/b.sock", "unix:/run/b.sock", True),
         ("unix:///run/b.sock", "unix:/run/b.sock", True),
         ("unix:b.sock", "unix:b.sock", True),
+        ("unix:/a%2F7/b?c#d e.sock", "unix:/a%252F7/b%3Fc%23d%20e.sock", True),
+        ("unix:/ä.sock", "unix:/%C3%A4.sock", True),
         ("0.0.0.0:50051", "0.0.0.0:50051", False),
         ("127.1.2.3:1", "127.1.2.3:1", True),
         ("127.example.com:1", "127.example.com:1", False),
@@ -40,6 +42,11 @@ def test_unix_paths_have_a_longest_length() -> None:
     parse_address("unix:/" + "x" * 106)
     with pytest.raises(AddressError, match="108 bytes, a Unix socket takes 107"):
         parse_address("unix:/" + "x" * 107)
+
+
+def test_a_comma_ends_an_address() -> None:
+    with pytest.raises(AddressError, match="comma"):
+        parse_address("unix:/a,b.sock")
 
 
 def test_only_a_directory_of_this_user_alone_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

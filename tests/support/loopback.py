@@ -1,6 +1,6 @@
 """A remote without a wire: segments are encoded, decoded and run here, on copies, as a worker would."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -137,7 +137,7 @@ class Loopback:
     def allows(self) -> JoinedNames:
         return JoinedNames(self.offers)
 
-    def records_choices(self, device: torch.device) -> bool:
+    def records_choices(self, device_types: Iterable[str]) -> bool:
         return self.pins
 
     def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:

@@ -19,6 +19,8 @@ from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
+DEVICE = os.environ.get("BACKHAUL_TEST_DEVICE", "cpu")
+"""The device of workers that tests start without naming one. Their trainers' tensors are on the CPU."""
 _BEYOND_ALL_REPORTS = 2**64 - 1
 
 
@@ -26,7 +28,7 @@ class WorkerProcess:
     """`backhaul worker`, ready when constructed.
 
     Args:
-        options: Those of the command.
+        options: Those of the command. Without "--device" the worker runs on `DEVICE`.
         listen: The address to listen on.
         environment: Variables to start it with, besides this process's own.
         supervised: Start what a user starts, which is slower: a supervisor whose child serves. Else one process serves.
@@ -49,7 +51,7 @@ class WorkerProcess:
         nursery()  # before a test counts files
         self._supervised = supervised
         self._epoch = ""
-        options = "--listen", listen, *options
+        options = "--listen", listen, *options, *(() if "--device" in options else ("--device", DEVICE))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process: subprocess.Popen[str] | ForkedCommand
         if not supervised and program == _COMMAND and environment is None:

@@ -4,7 +4,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
-from backhaul_runtime.tensors.layout import Layout, copy_exact
+from backhaul_runtime.tensors.layout import Layout, copy_exact, device_of
 from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
@@ -50,6 +50,7 @@ class Dispatcher:
         workers: The workers of the session, which may join and leave.
         copies: The copies of tensors that the session keeps.
         is_closed: Returns whether the session is closed, or this process is the child of a fork.
+        follow: Called with the device of each segment, before a worker is chosen for it.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Dispatcher:
         workers: Sequence[WorkerHandle],
         copies: Copies,
         is_closed: Callable[[], bool],
+        follow: Callable[[torch.device], None] = lambda _: None,
     ) -> None:
         self._config = config
         self.journal = journal
@@ -66,6 +68,7 @@ class Dispatcher:
         self._workers = workers
         self.copies = copies
         self._is_closed = is_closed
+        self._follow = follow
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
@@ -94,12 +97,16 @@ class Dispatcher:
         log.kept(TRAINERS_SHARE, is_chosen=True)
         return True
 
-    def records_choices(self, device: torch.device) -> bool:
-        """Whether a usable worker computes other bits than a device of this trainer does."""
+    def records_choices(self, device_types: Iterable[str]) -> bool:
+        """Whether a usable worker computes other bits than a device of these types of this trainer does."""
         if self._config.numerics == "exact" or self._is_closed():
             return False
         up = [(worker, worker_session) for worker in self._workers if (worker_session := worker.up) is not None]
-        mismatches = [self._differences(worker, worker_session, device.type) for worker, worker_session in up]
+        mismatches = [
+            self._differences(worker, worker_session, device_type)
+            for worker, worker_session in up
+            for device_type in device_types
+        ]
         return any(different and not different.keys() & DECISIVE for different in mismatches)
 
     def allows(self) -> JoinedNames:
@@ -112,8 +119,9 @@ class Dispatcher:
         return self._allows
 
     def why_useless(self) -> str:
-        """Returns why no worker that is up can be given any segment of this trainer; empty if one can."""
+        """Returns why no worker that is up can get any segment of this trainer, and what to do; empty if one can."""
         reasons: dict[str, str] = {}
+        todo = ""
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
             for worker in self._workers:
                 if (worker_session := worker.up) is not None:
@@ -121,7 +129,9 @@ class Dispatcher:
                     if not mismatch or (self._config.numerics != "exact" and not mismatch.keys() & DECISIVE):
                         return ""
                     reasons.setdefault(worker.connection.name, _in_words(mismatch))
-        return "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
+                    todo = todo or _advice(mismatch)
+        why = "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
+        return f"{why}. {todo}, or connect to other workers" if why else ""
 
     @property
     def fixed(self) -> FixedDigests | None:
@@ -162,13 +172,15 @@ class Dispatcher:
             raise Refusal("the session is closed")
         if pending.refusal is not None:  # a second question would count the segment twice
             raise pending.refusal
+        device = device_of(source.value for source in recording.sources)
+        self._follow(device)
         target = pending.target
         was_sent = target is not None and target[0].connection.up is target[1]
         worker, worker_session, number = target if target is not None and was_sent else self._next_target()
         mismatch = self._differences(
             worker,
             worker_session,
-            recording.sources[0].layout.device if recording.sources else "cpu",
+            device.type,
             computes_on_host=recording.computes_on_host,
         )
         # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
@@ -388,6 +400,16 @@ class Dispatcher:
                 self._placement.backward()
             self._sites.keep(site)
             return worker.upcoming(number)
+
+
+def _advice(mismatch: Mapping[str, tuple[str, str]]) -> str:
+    """Returns what to do about differences of which one matters."""
+    if "torch" in mismatch:
+        return "Install the same torch on both sides"
+    if "device" in mismatch:
+        ours, theirs = mismatch["device"]
+        return f"Start a worker with --device {ours}, or train on {theirs}"
+    return 'Drop numerics="exact"'
 
 
 def _in_words(different: Mapping[str, tuple[str, str]]) -> str:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 
 from backhaul._dispatch.places import Place, at, place_of
@@ -29,7 +28,7 @@ from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
-from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.tensors.layout import Layout, device_of, layout_of
 from backhaul_runtime.torch_internals.generators import default_generator
 from backhaul_runtime.torch_internals.private import version_of
 
@@ -221,7 +220,7 @@ class CallSite:
                 address = source.address
             sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
         draws = sum(node.draws for node in program.nodes)
-        device = torch.device(sources[0].layout.device if sources else "cpu")
+        device = device_of(source.value for source in sources if source.value is not None)
         # Only the first state is known, and the generator continues from there.
         states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
         return self.last, sources, states

@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -73,8 +73,8 @@ class Destination(Protocol):
     def keeps_activations(self, name: str) -> bool:
         """Whether the trainer keeps the activations of the call of this name that begins now."""
 
-    def records_choices(self, device: torch.device) -> bool:
-        """Whether a worker computes other bits than a device of this trainer, see NOTE [Recorded choices]."""
+    def records_choices(self, device_types: Iterable[str]) -> bool:
+        """Whether a worker computes other bits than a device of these types, see NOTE [Recorded choices]."""
 
     def allows(self) -> JoinedNames:
         """Returns what workers run beside torch's own ops."""
@@ -167,7 +167,7 @@ def _run_segment(
         pack,
         pack.op_ended,
         traces=options.debug,
-        pins=destination.records_choices(arguments[0].device if arguments else torch.device("cpu")),
+        pins=destination.records_choices(_device_types(arguments)),
         fixed=destination.fixed,
         allows=destination.allows(),
     )
@@ -218,6 +218,12 @@ def _is_copied(argument: Tensor) -> bool:
     A write to an argument that takes a gradient is an error in torch, whatever backward would compute.
     """
     return not argument.requires_grad and unsupported_reason(argument) is None
+
+
+def _device_types(arguments: Sequence[Tensor]) -> set[str]:
+    """Returns the types of devices that a call may compute on. Its parameters may be elsewhere than its arguments."""
+    used = {"cuda"} if torch.cuda.is_initialized() else set()  # type: ignore[no-untyped-call]
+    return used | ({argument.device.type for argument in arguments} or {"cpu"})
 
 
 def _kept_bytes(call: CheckpointedCall) -> int:

@@ -18,7 +18,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import time
+from time import monotonic, sleep, time
 
 import grpc
 
@@ -31,6 +31,7 @@ from backhaul._worker_client.stubs import Stubs
 from backhaul._worker_client.worker_session import WorkerSession
 from backhaul_proto.v1 import session_pb2, telemetry_pb2
 from backhaul_runtime.errors import (
+    AddressError,
     BackhaulError,
     BudgetError,
     ConnectError,
@@ -42,7 +43,7 @@ from backhaul_runtime.errors import (
     SettingError,
     WorkerLostError,
 )
-from backhaul_runtime.process.addresses import Address, is_private, parse_address
+from backhaul_runtime.process.addresses import Address, is_private, socket_address
 from backhaul_runtime.process.credentials import read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -57,6 +58,7 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
+_RESTART_POLL_S = 0.05
 NEAR_S = 0.005
 """A call to an address of this machine that takes less is answered here, and not behind a tunnel to a distant one."""
 LAST_RUN = 0.1
@@ -92,6 +94,7 @@ class Connection:
         takes_socket: Whether to continue over the Unix socket of a worker on this machine.
         connections: The number of connections to the worker; 0 to choose it by measurements.
         events: Gets what happens to the worker.
+        is_embedded: Whether the session has started the worker itself.
 
     Attributes:
         lanes: The further connections to the worker.
@@ -114,8 +117,10 @@ class Connection:
         takes_socket: bool = True,
         connections: int = 0,
         events: RunEvents | None = None,
+        is_embedded: bool = False,
     ) -> None:
         self._find = find
+        self._is_embedded = is_embedded
         self.run = run
         self._token_file, self._tls = token_file, tls
         self._shares_memory = shares_memory
@@ -181,6 +186,22 @@ class Connection:
         self.name = self._find().text
         self._keeper.start()
 
+    def restarted(self, why: str, timeout_s: float) -> None:
+        """Waits until a worker that was ended to be started anew has a session again, or can't be started.
+
+        Args:
+            why: Why it was ended, for segments that find it down.
+            timeout_s: Seconds after which this gives up. The keeper goes on.
+        """
+        count, deadline = self._session_count, monotonic() + timeout_s
+        with self._going_down:
+            self._up, self._why_down, self._last_error = False, why, None
+        while not self._closed and monotonic() < deadline:
+            if (self._up and self._session_count > count) or isinstance(self._last_error, ConnectError):
+                return
+            self._wake.set()  # without the back-off
+            sleep(_RESTART_POLL_S)
+
     def why_unanswered(self, timeout_s: float) -> BackhaulError:
         """Returns the error that `open` would raise for a worker that has not answered since `start`."""
         error = self._last_error
@@ -191,6 +212,12 @@ class Connection:
     def _unanswered(self, address: Address, error: BackhaulError, timeout_s: float) -> ConnectError:
         """Returns the error that says why no worker answers, and what to start."""
         cause = str(error.fields.get("details", "")).rpartition("last error: ")[2] or error.message
+        if self._is_embedded:
+            return ConnectError(
+                f'the worker that connect() has started does not answer at "{address.text}" ({cause}). Start one with '
+                "`backhaul worker` and give its address to connect(), or raise connect_timeout_s",
+                address=address.text,
+            )
         name = address.verified_name or address.host
         refused = "" if address.unix_path else why_refused(address.host, address.port, self._tls, timeout_s, name)
         if refused:
@@ -366,7 +393,7 @@ class Connection:
         else:
             is_near = address.is_local and self._clock.estimate(time()).round_trip_s < NEAR_S
         if self._has_switched:
-            address = parse_address(f"unix:{self._socket_path}")
+            address = socket_address(self._socket_path)
         self.lanes.keep(worker_session.session, lambda: self._lane_to(address))
         if is_near:
             self.lanes.choice.settle()
@@ -398,7 +425,11 @@ class Connection:
         """
         if not is_private(Path(answer.socket_path).parent):
             return
-        channel = self._channel_to(parse_address(f"unix:{answer.socket_path}"))
+        try:
+            channel = self._channel_to(socket_address(answer.socket_path))
+        except AddressError as error:
+            logger.debug("The worker's socket can't be used: %s", error, extra=about(self.run))
+            return
         request = session_pb2.KeepSessionRequest(session=answer.session)
         try:
             call_unary(Stubs(channel, self._token, self.silence_s).sessions.KeepSession, request, self.silence_s)

@@ -1,6 +1,7 @@
 """A worker process on this machine that its session starts and ends."""
 
 import logging
+import math
 import os
 import queue
 import shutil
@@ -14,32 +15,39 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
+import torch
+
 from backhaul_runtime.errors import AddressError, ConnectError
 from backhaul_runtime.process import logs
-from backhaul_runtime.process.addresses import Address, parse_address
+from backhaul_runtime.process.addresses import Address, is_private, socket_address
 from backhaul_runtime.process.settings import PREFIX
 
 worker_logger = logging.getLogger("backhaul.worker")
 _END_S = 2.0
 _DYING_S = 0.5
+_SYSTEMS_DIRECTORY = "/tmp"
 
 
 class EmbeddedWorker:
-    """Starts a worker when its address is requested, and again if it died. Not thread-safe."""
+    """Starts a worker when its address is requested, and again if it died. Not thread-safe, except where stated.
 
-    def __init__(self, memory_bytes: int, start_timeout_s: float, allow: Sequence[str] = ()) -> None:
+    Args:
+        memory_bytes: The budget of the worker; 0 for its part of half of the device's memory.
+        start_timeout_s: Seconds that the worker may take to start.
+        allow: What it runs beside torch's own ops.
+        device: The device of the worker; empty for the trainer's, see `follow`.
+    """
+
+    def __init__(self, memory_bytes: int, start_timeout_s: float, allow: Sequence[str] = (), device: str = "") -> None:
+        self._device = device or _trainers_device()
+        self._follows = not device
+        self._following = threading.Lock()  # guards the two above
         self._memory_bytes = memory_bytes
         self._allow = allow
         self._start_timeout_s = start_timeout_s
-        # mkdtemp uses mode 0700, so only this user can access the socket.
-        self._directory = Path(tempfile.mkdtemp(prefix="backhaul-"))
+        self._directory, self._address = _socket()
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
-        try:
-            self._address = parse_address(f"unix:{self._directory}/worker.sock")
-        except AddressError as error:
-            self._directory.rmdir()
-            raise ConnectError(f"set TMPDIR to a shorter directory: {error.message}") from error
 
     @property
     def pid(self) -> int | None:
@@ -58,10 +66,27 @@ class EmbeddedWorker:
             self._start()
         return self._address
 
+    def follow(self, device: torch.device) -> bool:
+        """Ends the worker if it has another device than the first segment. The next `ensure` starts it there.
+
+        Only the first call has an effect, and none if the device was given. Any thread may call it.
+
+        Returns:
+            Whether the worker was ended.
+        """
+        with self._following:
+            follows, self._follows = self._follows, False
+            if not follows or str(device) == self._device:
+                return False
+            self._device = str(device)
+        self._end(self._process)
+        return True
+
     def _start(self) -> None:
         if self._closed:
             raise ConnectError("the session is closed")
-        arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid())]
+        arguments = ["worker", "--listen", self._address.text, "--parent", str(os.getpid()), "--device", self._device]
+        arguments += ["--sharers", str(_sharers(self._device))]
         if self._memory_bytes:
             arguments += ["--memory", f"{self._memory_bytes}B"]
         # The session's settings apply to this worker, not variables that are meant for other workers.
@@ -70,6 +95,9 @@ class EmbeddedWorker:
             arguments += ["--allow", name]
         if self._allow:  # it may lie beside the script that trains, where only this process looks for modules
             environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
+        self._directory.mkdir(mode=0o700, exist_ok=True)  # a worker that ends in order removes it
+        if not is_private(self._directory):
+            raise ConnectError(f"{self._directory} belongs to another user")
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "backhaul", *arguments],  # -P keeps modules of the working directory out
@@ -112,6 +140,13 @@ class EmbeddedWorker:
     def stop(self) -> None:
         """Ends the worker, by force if necessary."""
         process, self._process = self._process, None
+        self._end(process)
+        for pipe in (process.stdout, process.stderr) if process is not None else ():
+            if pipe is not None:
+                pipe.close()
+
+    @staticmethod
+    def _end(process: "subprocess.Popen[str] | None") -> None:
         if process is None:
             return
         with suppress(ProcessLookupError):
@@ -121,9 +156,6 @@ class EmbeddedWorker:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
 
     def close(self) -> None:
         """Ends the worker and removes its directory."""
@@ -142,6 +174,42 @@ class EmbeddedWorker:
                 del tail[:-20]
                 level = logging.DEBUG if self._closed else line.level
                 worker_logger.log(level, "worker: %s", line.message, extra=line.about)
+
+
+def _trainers_device() -> str:
+    """Returns the device that this process has used so far: its current GPU, or the CPU if it has used no GPU."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return f"cuda:{torch.cuda.current_device()}"
+    return "cpu"
+
+
+def _sharers(device: str) -> int:
+    """Returns how many ranks of this machine probably start a worker on a device. torchrun sets the variable."""
+    try:
+        ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return 1
+    return max(1, ranks if device == "cpu" else math.ceil(ranks / max(1, torch.cuda.device_count())))
+
+
+def _socket() -> tuple[Path, Address]:
+    """Creates a directory for the worker's socket, and returns it with the address of the socket.
+
+    The system's own directory is used where no socket can lie in TMPDIR, for example because its path is too long.
+    """
+    for parent in (tempfile.gettempdir(), _SYSTEMS_DIRECTORY):
+        # mkdtemp uses mode 0700, so only this user can access the socket.
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="backhaul-", dir=parent))
+        except OSError as error:
+            why = str(error)
+            continue
+        try:
+            return directory, socket_address(f"{directory}/worker.sock")
+        except AddressError as error:
+            directory.rmdir()
+            why = error.message
+    raise ConnectError(f"connect() can't start a worker, because its socket has no place: {why}. Set TMPDIR")
 
 
 def _first_line(pipe: IO[str], said: "queue.SimpleQueue[str | None]") -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backhaul._cli.options import obstacle_to
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 HELP = "train a small language model with and without Backhaul and compare"
 EXAMPLES = (
     "backhaul demo --dashboard                      # starts a worker and a dashboard",
+    "backhaul demo --device cuda                    # trains on a GPU, with a worker on the same GPU",
     "backhaul demo --worker gpu-box:50051 --token-file worker.token --layers 12",
 )
 _RETRY_S = 0.5
@@ -40,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=4,
         metavar="COUNT",
         help="parts into which the rows of a step are divided (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="device of the training, and of a worker that is started (default: %(default)s)"
     )
     parser.add_argument(
         "--worker", metavar="ADDRESS", help="running worker, or several separated by commas (default: start one)"
@@ -67,6 +71,12 @@ def run(arguments: argparse.Namespace) -> int:
     if obstacle := obstacle_to(arguments.json):
         print(f"backhaul demo: --json {arguments.json}: {obstacle}", file=sys.stderr)
         return 2
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Otherwise torch's profiler logs each start and stop.
+    # Otherwise it warns of tensors that a thread of the session has allocated and this thread frees.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if trouble := _unusable(arguments.device):
+        print(f"backhaul demo: {trouble}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
     try:
         return _run(arguments)
@@ -76,9 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Otherwise torch's profiler logs each start and stop.
-    # Otherwise it warns of tensors that a thread of the session has allocated and this thread frees.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
 
     from backhaul.demo.corpus import standard_library
@@ -95,6 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         context=arguments.context,
         batch=arguments.batch,
         micro_batches=arguments.micro_batches,
+        device=arguments.device,
     )
     print(f"training {settings.layers} blocks of width {settings.width} on the source of Python's standard library")
     corpus = standard_library()
@@ -106,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         def connect(variant: str, returns: str) -> "Session":
             nonlocal worker
-            session = _connected(worker, arguments.token_file, variant, returns, arguments.wait)
+            session = _connected(arguments, worker, variant, returns)
             sessions.append(session)
             worker = worker or session.workers
             return session
@@ -148,21 +156,40 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _connected(worker: str | None, token_file: str | None, variant: str, returns: str, wait_s: float) -> "Session":
+def _unusable(device: str) -> str:
+    """Returns why the demo can't train on a device; empty if it can."""
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        return f'--device "{device}" can\'t be used: {str(error).splitlines()[0]}'
+    return ""
+
+
+def _connected(arguments: argparse.Namespace, worker: str | None, variant: str, returns: str) -> "Session":
     import backhaul
 
-    deadline = monotonic() + wait_s
+    deadline = monotonic() + arguments.wait
     while True:
         try:
-            run = f"demo, {variant}"
-            return backhaul.connect(worker, token_file=token_file, returns=returns, run=run)  # type: ignore[arg-type]
+            return backhaul.connect(
+                worker,
+                token_file=arguments.token_file,
+                device=arguments.device,
+                returns=returns,  # type: ignore[arg-type]
+                run=f"demo, {variant}",
+            )
         except ConnectError:
             if monotonic() >= deadline:
                 raise
             sleep(_RETRY_S)
 
 
-def _verdict(results: dict[str, object]) -> str:
+def _verdict(results: dict[str, Any]) -> str:
+    fallbacks = sum(variant["fallbacks"] for variant in results["variants"])
+    if fallbacks:
+        print(f"{fallbacks} segments were meant for a worker and ran on the trainer")
     if results["all_equal"]:
         return "every loss and every gradient of every step is bitwise equal in all five"
     return "NOT EQUAL: losses or gradients differ, see the table"

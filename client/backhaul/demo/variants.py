@@ -39,6 +39,9 @@ class Settings:
     micro_batches: int = 4
     """Number of micro-batches into which the rows of a step are divided, at most one per row."""
 
+    device: str = "cpu"
+    """Device of the models and of what they read."""
+
     seed: int = 0
     """Seed for weights, batches and dropout."""
 
@@ -73,13 +76,15 @@ class Variant:
 
     def __post_init__(self) -> None:
         torch.manual_seed(self.settings.seed)
-        self.model = LanguageModel(self.settings.layers, self.settings.width, self.settings.context)
+        model = LanguageModel(self.settings.layers, self.settings.width, self.settings.context)
+        self.model = model.to(self.settings.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def backward(self, corpus: Tensor, step: int) -> float:
         """Runs forward and backward of a step. Returns the loss and leaves the gradients in the parameters."""
         settings = self.settings
-        text, target = batch(corpus, settings.batch, settings.context, settings.seed + step)
+        rows = batch(corpus, settings.batch, settings.context, settings.seed + step)
+        text, target = (part.to(settings.device) for part in rows)
         torch.manual_seed(settings.seed + step)  # Every variant draws the same dropout.
         micro_batches = list(zip(text.chunk(settings.micro_batches), target.chunk(settings.micro_batches), strict=True))
         total = 0.0

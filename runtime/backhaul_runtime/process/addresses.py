@@ -5,6 +5,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from backhaul_runtime.errors import AddressError
 
@@ -47,13 +48,7 @@ def parse_address(text: str) -> Address:
         path = re.sub(r"^unix:(//(?=/))?", "", stripped)
         if not path:
             raise AddressError(f'the address "{text}" names no path: {_EXAMPLES}', address=text)
-        if len(path.encode()) > MAX_UNIX_PATH_BYTES:
-            raise AddressError(
-                f'the path in "{text}" has {len(path.encode())} bytes, a Unix socket takes {MAX_UNIX_PATH_BYTES}: '
-                "use a shorter directory",
-                address=text,
-            )
-        return Address(stripped, f"unix:{path}", unix_path=path)
+        return _of_socket(stripped, path)
     match = _HOST_PORT.fullmatch(stripped)
     if match is None:
         raise AddressError(f'the address "{text}" can\'t be read: {_EXAMPLES}', address=text)
@@ -61,6 +56,25 @@ def parse_address(text: str) -> Address:
     if port > 65_535:  # noqa: PLR2004  TCP's limit
         raise AddressError(f'the address "{text}" has port {port}; the highest port is 65535', address=text)
     return Address(stripped, stripped, host=match["host"].strip("[]"), port=port)
+
+
+def socket_address(path: str) -> Address:
+    """Returns the address of a Unix socket from its path. Raises AddressError if it is too long or has a comma."""
+    return _of_socket(f"unix:{path}", path)
+
+
+def _of_socket(text: str, path: str) -> Address:
+    size_bytes = len(os.fsencode(path))
+    if size_bytes > MAX_UNIX_PATH_BYTES:
+        raise AddressError(
+            f'the path in "{text}" has {size_bytes} bytes, a Unix socket takes {MAX_UNIX_PATH_BYTES}: use a shorter '
+            "directory",
+            address=text,
+        )
+    if "," in path:  # gRPC splits at it even where it is encoded
+        raise AddressError(f'the path in "{text}" has a comma, which ends an address: use another path', address=text)
+    # The target is a URI for gRPC, in which %, # and ? would end the path or stand for something else.
+    return Address(text, f"unix:{quote(os.fsencode(path))}", unix_path=path)
 
 
 def is_private(directory: Path) -> bool:

@@ -6,7 +6,7 @@ layout has both, and every tensor that is created from a layout has them again.
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -148,6 +148,11 @@ def unsupported_reason(tensor: Tensor) -> str | None:
 def with_memory(tensor: Tensor) -> Tensor:
     """Returns the tensor itself, or real zeros for one of autograd's zeros without memory."""
     return torch.zeros_like(tensor) if is_memoryless_zero(tensor) else tensor
+
+
+def device_of(tensors: Iterable[Tensor]) -> torch.device:
+    """Returns the accelerator that tensors are on, the first one if there are several; the CPU if none is on any."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
 def layout_of(tensor: Tensor) -> Layout:

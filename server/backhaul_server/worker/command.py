@@ -110,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="serve only while others do not use the device: start when the GPU, or the CPU for a worker on the CPU, "
         f"was otherwise idle for so long ({QUIET_S:g} without a number), and finish and wait when it is used again",
     )
+    parser.add_argument("--sharers", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--supervisor", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -124,6 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
             address=parse_address(arguments.listen),
             device=arguments.device,
             memory_bytes=arguments.memory,
+            sharers=max(1, arguments.sharers),
             lease_s=arguments.lease,
             run_limit_s=arguments.run_limit,
             credentials=_credentials(arguments),

@@ -31,6 +31,9 @@ class WorkerConfig:
     memory_bytes: int = 0
     """Budget in bytes for everything that the worker holds, 0 for half of the device's memory."""
 
+    sharers: int = 1
+    """Number of workers of one training that divide that half among themselves, at least 1."""
+
     lease_s: float = LEASE_S
     """Seconds without a request after which a trainer's session is closed."""
 

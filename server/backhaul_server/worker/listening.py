@@ -198,7 +198,7 @@ class Listener:
         except RuntimeError as error:
             raise ListenError(f'can\'t listen on "{self._address.text}": {error}') from None
         if self._address.unix_path:
-            return target
+            return f"unix:{self._address.unix_path}"
         host, _, _ = target.rpartition(":")
         return f"{host}:{port}"
 

@@ -15,7 +15,8 @@ from typing import Any
 import grpc
 import torch
 
-from backhaul_runtime.errors import SettingError
+from backhaul_runtime.errors import AddressError, SettingError
+from backhaul_runtime.process.addresses import socket_address
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.units import size_text
@@ -103,7 +104,7 @@ def _why_exposed(config: WorkerConfig) -> str:
 
 async def _serve(config: WorkerConfig, device: torch.device) -> None:
     memory = _memory_bytes(device)
-    budget = config.memory_bytes or memory // 2
+    budget = config.memory_bytes or memory // 2 // config.sharers
     if budget > memory:
         sizes = size_text(budget), size_text(memory)
         logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
@@ -163,13 +164,13 @@ def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, addres
         if config.unix_socket and not config.address.unix_path:
             path = take_beside(address, "sock")
             yield path.release
-            server.add_insecure_port(f"unix:{path.path}")
+            server.add_insecure_port(socket_address(str(path.path)).target)
             worker.socket_path = str(path.path)
         if config.shared_memory and IS_AVAILABLE:
             handover = Handover(worker, take_beside(address, "memory"))
             yield handover.close
             worker.memory_path = handover.path
-    except (ListenError, OSError, RuntimeError) as error:
+    except (AddressError, ListenError, OSError, RuntimeError) as error:
         logger.info("Trainers on this machine are offered no Unix socket or shared memory: %s", error)
 
 
