@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from backhaul import DefaultDeviceType, SavedTensorModifiedError, Session
+from backhaul import DefaultDeviceType, NotRemoteError, SavedTensorModifiedError, Session
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import SAVES_BY_CUSTOM_FUNCTION, WIDTH, Counted, inputs, one, same, torch_checkpoint
 
@@ -335,3 +335,16 @@ def test_s17_of_the_devices_of_all_arguments(anywhere: Checkpoint) -> None:
         return [x.grad, z.grad]
 
     same(case, anywhere)
+
+
+def test_a_call_in_a_captured_graph_runs_plainly(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, requires_grad=True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+
+    y = loopback.checkpoint(torch.sin, x)
+
+    assert y.grad_fn.name() == "SinBackward0"
+    assert [list(segment.kept) for segment in loopback.report().segments] == [["a CUDA graph is being captured"]]
+    with pytest.raises(NotRemoteError, match="captured"):
+        loopback.checkpoint(torch.sin, x, strict=True)

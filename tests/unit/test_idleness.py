@@ -75,10 +75,10 @@ def test_others_on_the_gpu_count_and_the_worker_does_not(smi: Path, spinning: in
         "    0       4194306     C      -      -      -      -      -      -    python\n"
         "    0       4194307   C+G      6      1      -      -      -      -    game\n"
     )
-    assert gpu_usage(0, spinning) == 13.0
-    assert gpu_usage(0, 0) == 103.0
+    assert gpu_usage("0", spinning) == 13.0
+    assert gpu_usage("0", 0) == 103.0
     smi.write_text("    0          -     -      -      -      -      -      -      -    -\n")
-    assert gpu_usage(0, 0) == 0.0
+    assert gpu_usage("0", 0) == 0.0
 
 
 def test_the_device_decides_what_is_measured(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,16 @@ def test_the_device_decides_what_is_measured(smi: Path, monkeypatch: pytest.Monk
     assert devices == {"cpu": "CPU", "cuda:1": "GPU 1", "cuda": "GPU 0", "auto": "GPU 0", "cuda:x": "GPU 0"}
     monkeypatch.setenv("PATH", "")
     assert Idleness.of("auto", 1.0).what == "CPU"
-    assert gpu_usage(0, 0) == 0.0
+    assert gpu_usage("0", 0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "gpu"),
+    [("", "cuda:1", "1"), ("2,3", "cuda:1", "3"), ("2,3", "auto", "2"), ("GPU-a, GPU-b", "cuda:1", "GPU-b")],
+)
+def test_a_gpu_is_counted_among_the_visible_ones(
+    visible: str, device: str, gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(idleness, "_has_gpu", lambda: True)
+    assert Idleness.of(device, 1.0).what == f"GPU {gpu}"

@@ -19,6 +19,16 @@ from backhaul_runtime.torch_internals.pre_dispatch import unobserved
 from backhaul_runtime.torch_internals.private import is_plain_backward
 
 
+def not_remote(name: str, reason: str) -> NotRemoteError:
+    """Returns the error for a segment of this name that no worker would recompute, for this reason."""
+    return NotRemoteError(
+        f"segment {name} would not be recomputed on a worker: {reason}. Remove the cause, or drop strict=True to let "
+        "the trainer recompute it",
+        segment=name,
+        reason=reason,
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckpointedCall:
     """A checkpointed call. It is created before the call runs.
@@ -47,12 +57,7 @@ class CheckpointedCall:
             cause: The unexpected exception behind the reason, from which the error is raised.
         """
         if self.options.strict:
-            raise NotRemoteError(
-                f"segment {self.name} would not be recomputed on a worker: {reason}. Remove the cause, or drop "
-                "strict=True to let the trainer recompute it",
-                segment=self.name,
-                reason=reason,
-            ) from cause
+            raise not_remote(self.name, reason) from cause
 
     def check_backward(self) -> None:
         """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint rejects."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backhaul._backward.frame import Frame, RecordedSegment, Uses
-from backhaul._backward.handles import CheckpointedCall, Handles, HandleTable, awaited
+from backhaul._backward.handles import CheckpointedCall, Handles, HandleTable, awaited, not_remote
 from backhaul._backward.lineage import Copies, Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
@@ -51,6 +51,9 @@ from backhaul_runtime.torch_internals.private import (
     version_of,
     without_dynamo,
 )
+
+CAPTURED = "a CUDA graph is being captured"
+"""The reason for calls that run plainly, because a replay of the graph would run no code of ours."""
 
 
 class Destination(Protocol):
@@ -156,6 +159,10 @@ def _run_segment(
     if options.contexts is None and top_saved_tensor_hooks(True) is None and destination.keeps_activations(name):
         return fn(*args, **kwargs)
     log = CallLog(destination.journal.log(name), destination.telemetry)
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        _note_capture(log, name, options)
+        with nullcontext() if options.contexts is None else options.contexts()[0]:
+            return fn(*args, **kwargs)
     arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
     context, replay_options, selection, local_reason = _contexts(options, hooks)
@@ -218,6 +225,13 @@ def _is_copied(argument: Tensor) -> bool:
     A write to an argument that takes a gradient is an error in torch, whatever backward would compute.
     """
     return not argument.requires_grad and unsupported_reason(argument) is None
+
+
+def _note_capture(log: CallLog, name: str, options: Options) -> None:
+    """Counts a call that runs plainly while its stream is captured: a replay of the graph would run no code of ours."""
+    if options.strict:
+        raise not_remote(name, CAPTURED)
+    log.kept(CAPTURED)
 
 
 def _device_types(arguments: Sequence[Tensor]) -> set[str]:

@@ -55,8 +55,8 @@ class Idleness:
         """Returns the idleness of a worker's device, "auto", "cpu", "cuda" or "cuda:N" (Rule 1)."""
         if device != "cpu" and (device != "auto" or _has_gpu()):
             number = device.partition(":")[2]
-            index = int(number) if number.isdigit() else 0  # the worker itself refuses what is no device
-            return cls(quiet_s, lambda own: gpu_usage(index, own), GPU_LIMIT, f"GPU {index}")
+            gpu = _gpu_name(int(number) if number.isdigit() else 0)  # the worker itself refuses what is no device
+            return cls(quiet_s, lambda own: gpu_usage(gpu, own), GPU_LIMIT, f"GPU {gpu}")
         return cls(quiet_s, CpuUsage(), CPU_LIMIT, "CPU")
 
     def look(self, session: int) -> None:
@@ -114,14 +114,20 @@ def _ticks_of(session: int) -> Iterator[int]:
                 yield sum(map(int, fields[11:15]))
 
 
-def gpu_usage(index: int, session: int) -> float:
+def _gpu_name(index: int) -> str:
+    """Returns the number or UUID by which nvidia-smi knows a GPU of this process, whose CUDA may see only some."""
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return visible[index] if index < len(visible) and visible[index] else str(index)
+
+
+def gpu_usage(gpu: str, session: int) -> float:
     """Returns the percent of a GPU's multiprocessors that processes outside of a session use, as nvidia-smi counts.
 
     0 if nvidia-smi does not answer: then nothing shows that somebody uses the GPU.
     """
     try:
         printed = subprocess.run(
-            [_SMI, "pmon", "-i", str(index), "-c", "1", "-s", "u"],
+            [_SMI, "pmon", "-i", gpu, "-c", "1", "-s", "u"],
             capture_output=True,
             text=True,
             timeout=_SMI_S,
