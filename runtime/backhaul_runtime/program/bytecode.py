@@ -65,3 +65,30 @@ def reads_gradients(code: CodeType) -> bool:
             return True
         before = name
     return any(reads_gradients(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def stored_attributes(code: CodeType) -> str:
+    """Returns an attribute that code stores on its first argument, empty if it stores none."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in {"STORE_ATTR", "DELETE_ATTR"} and before == first:
+            return str(instruction.argval)
+        before = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
+    return ""
+
+
+def asked_identity(code: CodeType) -> str:
+    """Returns what in code asks which object a value is, or of which class; empty if nothing does."""
+    before = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"} and instruction.argval in {"type", "id"}:
+            return f"may call {instruction.argval}() on what it saved"
+        if instruction.opname == "IS_OP" and before is not None and not before.opname.startswith("LOAD_CONST"):
+            return "may ask which object a saved tensor is"
+        if instruction.opname not in _SILENT:
+            before = instruction
+    return next(filter(None, (asked_identity(one) for one in code.co_consts if isinstance(one, CodeType))), "")
+
+
+_SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})

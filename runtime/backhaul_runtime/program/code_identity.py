@@ -21,9 +21,11 @@ NOTE [Identity of a function]
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import is_
+from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -31,7 +33,15 @@ import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.program.bytecode import code_lines, imported_modules, names_in, reads_gradients, texts_in
+from backhaul_runtime.program.bytecode import (
+    asked_identity,
+    code_lines,
+    imported_modules,
+    names_in,
+    reads_gradients,
+    stored_attributes,
+    texts_in,
+)
 from backhaul_runtime.program.class_names import is_foreign, name_of_class
 from backhaul_runtime.program.value_texts import (
     CODE,
@@ -117,6 +127,41 @@ def uses_gradients(cls: type) -> bool:
     return any(reads_gradients(method.__code__) for method in methods if isinstance(method, FunctionType))
 
 
+_OF_TENSORS = frozenset(
+    {
+        *("is_leaf", "requires_grad", "grad_fn", "retains_grad", "_version", "_base", "_is_view", "is_inference"),
+        *("storage_offset", "untyped_storage", "storage", "_typed_storage", "data_ptr", "_backward_hooks"),
+        *("Parameter", "Buffer", "UninitializedParameter", "__class__", "__dict__"),
+        *("is_anomaly_enabled", "is_anomaly_check_nan_enabled"),
+    }
+)
+"""Names by which a backward asks for more than the bytes of what was saved, or for a setting that programs lack."""
+
+
+_GENERATED = ("<string>", str(Path(functools.__file__).parent) + os.sep)
+"""How names of files of code begin that Python's library has or generates, as for dataclasses."""
+
+
+@functools.cache
+def asks_beside_values(cls: type) -> str:
+    """Returns what the backward of a custom autograd function asks for that no replay has; empty if there is nothing.
+
+    A replay gives it tensors with the bytes of forward, but not the same objects: their class, attributes, version and
+    storage are not those of forward. Nor has the context what an earlier backward has stored there.
+    """
+    walk = _Walk()
+    for name in ("backward", "vjp"):
+        method = inspect.unwrap(getattr(cls, name))
+        if isinstance(method, FunctionType) and not is_foreign(method.__module__):
+            walk.function(method)
+            if stored := stored_attributes(method.__code__):
+                return f"stores {stored} on its context"
+    codes = [code for _, code, *_ in walk.functions if not code.co_filename.startswith(_GENERATED)]
+    names = {name for code in codes for name in (*names_in(code), *texts_in(code))}
+    asked = min(_OF_TENSORS & names, default="")
+    return f"may read {asked} of what it saved" if asked else next(filter(None, map(asked_identity, codes)), "")
+
+
 class _Walk:
     """Visits code and what it reads."""
 
@@ -130,7 +175,7 @@ class _Walk:
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
         self._cells: list[tuple[CellType, Any]] = []
         self._mutable: list[tuple[Any, str | None]] = []
-        self._functions: list[tuple[FunctionType, CodeType, Any, Any]] = []  # each with its code and defaults
+        self.functions: list[tuple[FunctionType, CodeType, Any, Any]] = []  # each with its code and defaults
         self.tensors: list[tuple[Tensor, str]] = []
         self._sizes: list[tuple[Mapping[str, Any], int]] = []  # of classes, which may get another attribute
 
@@ -142,7 +187,7 @@ class _Walk:
             and all(marked(value) == text for value, text in self._mutable)
             and all(
                 function.__code__ is code and function.__defaults__ is defaults and function.__kwdefaults__ is keywords
-                for function, code, defaults, keywords in self._functions
+                for function, code, defaults, keywords in self.functions
             )
             and all(len(mapping) == size for mapping, size in self._sizes)
             and all(text_of_tensor(tensor) == text for tensor, text in self.tensors)
@@ -191,7 +236,7 @@ class _Walk:
             value = value.fget
         if isinstance(value, FunctionType):
             self.lines.append(f"{name} is {value.__module__}:{value.__qualname__}")
-            self._function(value)
+            self.function(value)
         elif isinstance(value, type):
             self.lines.append(f"{name} is {name_of_class(value)}")
             if not is_foreign(value.__module__):
@@ -219,7 +264,7 @@ class _Walk:
         for inner in ("__wrapped__", "fn", "func"):  # caches and descriptors of functools, and Triton's kernels
             inside = getattr(value, "__dict__", {}).get(inner)
             if isinstance(inside, FunctionType):
-                self._function(inside)
+                self.function(inside)
 
     def _inside(self, name: str, value: Any, *, in_tuple: bool) -> None:
         """Visits the code that a container or an object holds, and the tensors in tuples."""
@@ -243,11 +288,12 @@ class _Walk:
             self.tensors.append((value, text))
         self.lines.append(f"{name}: {text}")
 
-    def _function(self, function: FunctionType) -> None:
+    def function(self, function: FunctionType) -> None:
+        """Visits a function, and everything that it reads."""
         if not self._is_new(function):
             return
         code = function.__code__
-        self._functions.append((function, code, function.__defaults__, function.__kwdefaults__))
+        self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
         self.lines += code_lines(code)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
@@ -259,7 +305,7 @@ class _Walk:
             for inner in ("_backward_fn", "_setup_context_fn"):
                 inside = getattr(value, inner, None)
                 if isinstance(inside, FunctionType):
-                    self._function(inside)
+                    self.function(inside)
         if is_foreign(function.__module__):
             return
         self._sizes.append((vars(function), len(vars(function))))

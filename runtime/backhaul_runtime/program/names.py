@@ -22,7 +22,7 @@ from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.adapters import adapter_of
 from backhaul_runtime.program.class_names import is_foreign, is_found_by_name, name_of_class, plain_name
-from backhaul_runtime.program.code_identity import identity_of_class, uses_gradients
+from backhaul_runtime.program.code_identity import asks_beside_values, identity_of_class, uses_gradients
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 
@@ -185,6 +185,8 @@ class OfferedNames:
             return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
         if uses_gradients(function):
             return f"{what}: its code uses .grad of tensors, and those of a replay are not the trainer's"
+        if asked := asks_beside_values(function):
+            return f"{what}: its backward {asked}, which no worker has"
         return ""
 
     def why_not_type(self, cls: type) -> str:

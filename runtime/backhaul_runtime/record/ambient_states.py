@@ -18,6 +18,7 @@ class AmbientStates:
 
     Attributes:
         pack: The hook, until the call has ended.
+        hookless: Why a custom function is not recorded that runs without the hook; empty if none does.
         present: The number of the state of the node that is being recorded, or was recorded last.
         uses_cuda: Whether the call has used a tensor on CUDA. Otherwise its states don't have CUDA's settings, so that
             a worker without CUDA can apply them.
@@ -25,6 +26,7 @@ class AmbientStates:
 
     def __init__(self, pack: Callable[[Tensor], object] | None) -> None:
         self.pack = pack
+        self.hookless = ""
         self.present = 0
         self.uses_cuda = False
         self._state: ambient_state.State = ()  # that of `present`; the next op usually has the same
@@ -35,7 +37,11 @@ class AmbientStates:
         """Notes the state that a node is about to run under. Raises Refusal if no replay can have it."""
         hooks = top_saved_tensor_hooks(True)
         # A replay packs with our hooks, so backward would get what those hooks would have changed.
-        if self.pack is not None and (hooks is None or hooks[0] is not self.pack):
+        if (
+            self.hookless and torch.is_grad_enabled()
+        ):  # what such an op saves is not noted, but its replay would save it
+            raise Refusal(self.hookless)
+        if not self.hookless and self.pack is not None and (hooks is None or hooks[0] is not self.pack):
             raise Refusal("the function uses saved-tensor hooks of its own")
         if torch.is_inference_mode_enabled():
             raise Refusal("inference mode is on inside the function")

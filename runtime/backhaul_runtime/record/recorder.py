@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.program.names import JoinedNames
+from backhaul_runtime.program.op_rules import tensors_in
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Program, Ref
 from backhaul_runtime.record.contents import FixedDigests
@@ -33,7 +34,14 @@ from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunction, OpOverload
+from backhaul_runtime.torch_internals.private import (
+    DisableTorchDispatch,
+    DisableTorchFunction,
+    OpOverload,
+    backward_class,
+    saves_tensors,
+    without_saved_tensor_hooks,
+)
 
 
 class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
@@ -123,10 +131,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             node = self._functions.before(function, args)
         self.own_s += perf_counter() - began
         if isinstance(node, str):
-            return call.functions.run_refused(function, run, reason=node)
+            return self._run_refused(function, run, node)
         watch = self.recording.guarded(self._functions.watch, function)
         if watch is None:
-            return call.functions.run_refused(function, run, reason=str(self.recording.refusal))
+            return self._run_refused(function, run, str(self.recording.refusal))
         try:
             with watch.within():
                 returned = run()
@@ -142,6 +150,23 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         if self.trace is not None:
             self.trace.append(self.recording.guarded(describe_op, node.op, args, {}, returned) or node.op)
         self.own_s += perf_counter() - began
+        return returned
+
+    def _run_refused(self, function: type, run: Callable[[], Any], reason: str) -> Any:
+        """Runs a function that is not recorded as a node. What it saves stays with autograd, without a hook.
+
+        An unpack hook could not return the same object, with its class, attributes, version and storage: torch makes
+        another one of whatever it returns.
+        """
+        states = self._call.states
+        outer, states.hookless = states.hookless, reason
+        try:
+            with without_saved_tensor_hooks(states.pack):
+                returned = self._call.functions.run_refused(function, run, reason)
+        finally:
+            states.hookless = outer
+        if saves_tensors(tensors_in(returned), backward_class(function)):
+            self.refuse(reason)  # a replay would not reach what it has saved
         return returned
 
     def refuse(self, reason: str) -> None:

@@ -18,6 +18,8 @@ from torch._C import _DisablePythonDispatcher as DisablePythonDispatcher
 from torch._C import _DisableTorchDispatch as DisableTorchDispatch
 from torch._C import _WeakTensorRef as WeakTensorRef  # type: ignore[attr-defined]
 from torch._C._autograd import _get_sequence_nr as next_sequence_number
+from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_tensor_hooks
+from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensor_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
@@ -36,7 +38,28 @@ __all__ = [  # names re-exported from torch; the functions below are public as w
     "top_saved_tensor_hooks",
 ]
 
+
+@contextmanager
+def without_saved_tensor_hooks(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
+    """Takes the innermost saved-tensor hooks off if their pack hook is this one. Those around them then apply."""
+    hooks = top_saved_tensor_hooks(True)
+    if hooks is None or hooks[0] is not pack:
+        yield
+        return
+    pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        push_saved_tensor_hooks(*hooks)
+
+
 _VMAP = torch._C.DispatchKeySet(torch._C._dispatch_key_parse("VmapMode"))
+
+
+def saves_tensors(outputs: Iterable[Tensor], node_class: type) -> bool:
+    """Whether custom functions of this node class, among those that made these tensors, have saved a tensor."""
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    return any(type(node) is node_class and bool(getattr(node, "_raw_saved_tensors", ())) for node in nodes)
 
 
 def version_of(tensor: Tensor) -> int:
