@@ -144,3 +144,30 @@ def test_an_error_of_the_user_passes(session: Session) -> None:
 
     with pytest.raises(InjectedError, match="of the user"):
         session.checkpoint(broken, torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.parametrize(
+    "step_at",
+    [
+        "backhaul._forward.checkpoint.Recorder.__init__",
+        "backhaul._dispatch.dispatcher.Dispatcher.records_choices",
+        "backhaul._observe.call_log.CallLog.forward",
+    ],
+)
+def test_a_call_that_cannot_be_prepared_or_reported_runs(
+    step_at: str, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise InjectedError("injected")
+
+    x = torch.ones(3, requires_grad=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(step_at, failing)
+        session.checkpoint(torch.sin, x).sum().backward()
+        if "forward.checkpoint" in step_at:
+            with pytest.raises(NotRemoteError, match="injected") as raised:
+                session.checkpoint(torch.sin, x, strict=True)
+            assert isinstance(raised.value.__cause__, InjectedError)
+            assert "injected" in str(session.report())
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3).cos())

@@ -35,7 +35,7 @@ from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
-from backhaul_runtime.errors import NotRemoteError, Refusal
+from backhaul_runtime.errors import NotRemoteError, Refusal, log_once
 from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
@@ -52,6 +52,7 @@ from backhaul_runtime.torch_internals.private import (
     without_dynamo,
 )
 
+_Contexts = tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]
 CAPTURED = "a CUDA graph is being captured"
 """The reason for calls that run plainly, because a replay of the graph would run no code of ours."""
 
@@ -163,21 +164,12 @@ def _run_segment(
         _note_capture(log, name, options)
         with nullcontext() if options.contexts is None else options.contexts()[0]:
             return fn(*args, **kwargs)
-    arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
-    context, replay_options, selection, local_reason = _contexts(options, hooks)
-    pack = SavedTensorHooks(destination.copies.hold, selection, hooks)
-    recorder = Recorder(
-        arguments,
-        allowed_ops(),
-        destination.copies.hold,
-        pack,
-        pack.op_ended,
-        traces=options.debug,
-        pins=destination.records_choices(_device_types(arguments)),
-        fixed=destination.fixed,
-        allows=destination.allows(),
-    )
+    contexts = None if options.contexts is None else options.contexts()
+    begun = _begun(destination, log, (args, kwargs), options, contexts)
+    if begun is None:
+        with nullcontext() if contexts is None else contexts[0]:
+            return fn(*args, **kwargs)
+    arguments, recorder, pack, (context, replay_options, selection, local_reason) = begun
     inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:
         inside_reason = "its policy chooses what the trainer keeps"
@@ -215,8 +207,51 @@ def _run_segment(
         frame, kept = _kept(destination, call, recorder, pending, returned, table.handles, build, ended - started)
         table.unpack_by(frame.unpack)
     function_s = ended - started - recorder.own_s
-    log.forward(frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
+    _report(log, frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
     return kept
+
+
+def _report(log: CallLog, frame: Frame, function_s: float, overhead_s: float, saved_bytes: int) -> None:
+    try:
+        log.forward(frame, function_s, overhead_s, saved_bytes)
+    except Exception as error:  # telemetry must not end a forward
+        log_once(error)
+
+
+def _begun(
+    destination: Destination, log: CallLog, arguments_of_call: Any, options: Options, contexts: Any
+) -> tuple[list[Tensor], Recorder, SavedTensorHooks, _Contexts] | None:
+    """Returns the result of `_begin`; None after an unexpected error, for a call that keeps its activations."""
+    try:
+        return _begin(destination, arguments_of_call, options, contexts)
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        refusal = Refusal.of(error)
+    if options.strict:
+        raise not_remote(log.name, refusal.reason) from refusal.cause
+    log.kept(refusal.reason)
+    return None
+
+
+def _begin(
+    destination: Destination, arguments_of_call: Any, options: Options, contexts: Any
+) -> tuple[list[Tensor], Recorder, SavedTensorHooks, _Contexts]:
+    """Returns the tensors among the arguments of a call, and what records it."""
+    arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
+    hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
+    in_context = _contexts(options, contexts, hooks)
+    pack = SavedTensorHooks(destination.copies.hold, in_context[2], hooks)
+    recorder = Recorder(
+        arguments,
+        allowed_ops(),
+        destination.copies.hold,
+        pack,
+        pack.op_ended,
+        traces=options.debug,
+        pins=destination.records_choices(_device_types(arguments)),
+        fixed=destination.fixed,
+        allows=destination.allows(),
+    )
+    return arguments, recorder, pack, in_context
 
 
 def _is_copied(argument: Tensor) -> bool:
@@ -246,12 +281,10 @@ def _kept_bytes(call: CheckpointedCall) -> int:
     return sum(source.layout.span_bytes for source in sources if not source.is_leaf and source.kept_value is not None)
 
 
-def _contexts(
-    options: Options, hooks: Hooks | None
-) -> tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]:
+def _contexts(options: Options, contexts: Any, hooks: Hooks | None) -> _Contexts:
     """Returns the call's context, replay options and policy, and why only the trainer can recompute it."""
-    if options.contexts is not None:
-        context, again = options.contexts()
+    if contexts is not None:
+        context, again = contexts
         if (selection := Selection.of(context, again, hooks)) is not None:
             return selection, ReplayOptions(again=selection.again), selection, ""
         return context, ReplayOptions(again), None, "it has a context_fn, which is code"
