@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test test-simulated-gpu fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test test-simulated-gpu gpu-check nightly test-browser-if-changed fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -19,6 +19,15 @@ test: $(VENV)/.dev
 # What a GPU runs, on a simulated one that needs none: see tests/support/simulated_cuda/README.md.
 test-simulated-gpu: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda python -m pytest --numprocesses 2 tests/accelerators
+
+# What only a GPU can tell, in at most 8 minutes, into gpu-results/: see tests/gpu_check/gpu-check.sh, which needs no make.
+gpu-check: $(VENV)/.dev
+	bash tests/gpu_check/gpu-check.sh --python $(abspath $(BIN))/python $(if $(DEVICE),--device $(DEVICE)) $(if $(ONLY),--only $(ONLY))
+
+# All that CI leaves out because it takes long (about half an hour on two cores): before a release, and each night.
+nightly: $(VENV)/.dev
+	$(BIN)/python -m pytest -m nightly
+	$(MAKE) test-simulated-gpu test-browser test-distributed dist-test
 
 # Tests that take at most 0.25 s and start no worker process. Those in tests/pure run with torch blocked.
 fast: $(VENV)/.dev
@@ -49,6 +58,17 @@ $(PROMTOOL):
 test-browser: $(VENV)/.dev
 	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
 	$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup tests/browser --ignore tests/browser/test_screenshots.py
+
+# In CI: some of these tests, and all of them if the last commit, or what is not committed, changes the dashboard or the tests.
+# Where the history is too short to tell, all of them run.
+BASE ?= HEAD~1
+DASHBOARD := server/backhaul_server/dashboard tests/browser tests/support
+SMOKE := tests/browser/test_parts.py tests/browser/test_prefix.py
+test-browser-if-changed: $(VENV)/.dev
+	@if git diff --quiet $(BASE) -- $(DASHBOARD); then \
+		(cd tests && $(abspath $(BIN))/python -m support.chromium --install) && \
+		$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup $(SMOKE); \
+	else $(MAKE) test-browser; fi
 
 # The page's pictures in docs/images, from a training on this machine.
 screenshots: $(VENV)/.dev
