@@ -59,9 +59,10 @@ test-browser: $(VENV)/.dev
 	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
 	$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup tests/browser --ignore tests/browser/test_screenshots.py
 
-# In CI: some of these tests, and all of them if the last commit, or what is not committed, changes the dashboard or the tests.
-# Where the history is too short to tell, all of them run.
-BASE ?= HEAD~1
+# In CI: some of these tests, and all of them if the dashboard or the tests differ from where the branch left main, or on main from
+# the commit before. Where the history is too short to tell, all of them run.
+BASE ?= $(shell left=$$(git merge-base HEAD origin/main 2>/dev/null); \
+	[ -n "$$left" ] && [ "$$left" != "$$(git rev-parse HEAD)" ] && echo $$left || echo HEAD~1)
 DASHBOARD := server/backhaul_server/dashboard tests/browser tests/support
 SMOKE := tests/browser/test_parts.py tests/browser/test_prefix.py
 test-browser-if-changed: $(VENV)/.dev

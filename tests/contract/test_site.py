@@ -48,6 +48,7 @@ def dead_links(site: Path) -> list[str]:
     return sorted(dead)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "-b", "html"]

@@ -43,12 +43,14 @@ def test_a_part_that_gets_no_time_fails(tmp_path: Path) -> None:
     assert "no time was left" in (tmp_path / "summary.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     checked([*CHECK, "--device", "cpu"], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_it_runs_on_a_simulated_device(tmp_path: Path) -> None:
