@@ -1,8 +1,10 @@
 """What a custom function has saved is the same object in backward, with all that training without checkpointing has."""
 
 import gc
+import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from support.bits import differing
 from support.processes import WorkerProcess
 
 Checkpoint = Callable[..., Any]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 
 
 def plainly(function: Callable[..., Any], *args: Any) -> Any:
@@ -25,7 +28,7 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def allowing() -> Any:
-    with WorkerProcess("--memory", "512MiB", "--allow", "support.saved_objects") as process:
+    with WorkerProcess("--memory", "512MiB", "--allow", "support.saved_objects", environment=ENVIRONMENT) as process:
         yield process
 
 
@@ -55,18 +58,18 @@ def answers(checkpoint: Checkpoint, question: str) -> tuple[list[Any], list[Tens
 
 @pytest.mark.parametrize("question", saved_objects.QUESTIONS)
 def test_a_backward_gets_the_answers_of_plain_training(anywhere: Checkpoint, question: str) -> None:
-    told, gradients = answers(plainly, question)
-    assert told
+    expected, gradients = answers(plainly, question)
+    assert expected
     ours, our_gradients = answers(anywhere, question)
-    assert ours == told
+    assert ours == expected
     assert differing(our_gradients, gradients) == []
 
 
 def test_anomaly_mode_is_seen(anywhere: Checkpoint) -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        told, gradients = answers(plainly, "AsksForAnomalyMode")
+        expected, gradients = answers(plainly, "AsksForAnomalyMode")
         ours, our_gradients = answers(anywhere, "AsksForAnomalyMode")
-    assert ours == told
+    assert ours == expected
     assert differing(our_gradients, gradients) == []
 
 
@@ -75,8 +78,8 @@ def test_a_function_that_asks_for_nothing_still_travels(allowing: WorkerProcess)
         x = torch.randn(3, 4, requires_grad=True)
         weight = nn.Parameter(torch.randn(4, 4))
         session.checkpoint(lambda x: saved_objects.Plain.apply(x, weight), x, returns="gradients").sum().backward()
-        assert session.report().fallbacks == 0
-        assert "gradients" in str(session.report())
+        (segment,) = session.report().segments
+        assert segment.decisions == {backhaul.Decision.GRADIENTS: 1}
 
 
 def test_kept_tensors_of_a_function_make_no_cycle(session: Session, returns: str) -> None:

@@ -46,7 +46,7 @@ from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import BlockReport, Helper, SegmentLog
-from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
@@ -205,10 +205,7 @@ class AccumulationBlock:
             frame.is_in_block = True
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
-        if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
-            parts = parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
-        if parts.run and any(frame.call.recording.changed_function() for frame in parts.frames):
-            parts = parts.undivided("a custom autograd function was changed after forward")
+        parts = self._divisible(parts)
         if not parts.run:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
             self._finish_all()
         self.micro_batches += 1
@@ -247,6 +244,16 @@ class AccumulationBlock:
             self._finish_first()
         self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
         self._in_head = self._chosen_for_head(parts)
+
+    def _divisible(self, parts: Parts) -> Parts:
+        """Returns the parts, undivided if a part of the backward must not run later than in a plain backward."""
+        if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
+            return parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
+        if parts.run and any(frame.call.recording.changed_function() for frame in parts.frames):
+            return parts.undivided("a custom autograd function was changed after forward")
+        if not all(segment.frame.is_proven for segment in parts.run):
+            return parts.undivided("no worker has run the backward of one of its custom functions yet")
+        return parts
 
     def _chosen_for_head(self, parts: Parts) -> int:
         """Chooses how many of the next micro-batch's last segments its head computes. Expects a graph like this one."""
@@ -379,6 +386,7 @@ class AccumulationBlock:
             if not isinstance(micro_batch.error, RECOVERABLE):
                 raise micro_batch.error
             micro_batch.segments_left[0].frame.lost(micro_batch.error)
+            self._check_order(micro_batch.error)
             self._collect()
         done = len(parts.run) - len(micro_batch.segments_left)
         if micro_batch.stored is not None:
@@ -406,6 +414,14 @@ class AccumulationBlock:
         self._open.pop(0)
         if any(kept for _, kept in micro_batch.kept):
             self._finished.append(micro_batch)
+
+    def _check_order(self, error: BackhaulError) -> None:
+        """Raises AccumulationError if a backward must run on the trainer, and its place in the order is past."""
+        if error.fields.get("function") and len(self._open) > 1:
+            raise AccumulationError(
+                f"{self.name} can't be finished: {error.message}. In the next block the trainer runs this function in "
+                "its place, so run the block again"
+            )
 
     def _check_held(self) -> None:
         """Counts the gradients that are held back. Raises AccumulationError if there are more than allowed."""

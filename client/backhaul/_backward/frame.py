@@ -227,6 +227,7 @@ class Frame:
             gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
         )
         self._check(remote, answer.saved)
+        names.proven.update(self.program.functions)
         return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored)
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -240,6 +241,15 @@ class Frame:
     def sources_of_contributions(self) -> list[int]:
         """Returns the source, cast or output that each contribution belongs to, see `gradients`."""
         return [number for number, count in enumerate(self.uses.counts) for _ in range(count)]
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether workers have run the backward of each custom function of the segment before, and it was exact.
+
+        Only then may a backward run later than in plain training: one that draws random numbers, for example, has to
+        run in its place, and only a worker notices that it does.
+        """
+        return self.program is not None and self.program.functions <= names.proven
 
     def release_remote(self) -> None:
         """Lets the worker free the segment, after a backward that only a loss of the worker would repeat."""

@@ -132,7 +132,7 @@ _OF_TENSORS = frozenset(
         *("is_leaf", "requires_grad", "grad_fn", "retains_grad", "_version", "_base", "_is_view", "is_inference"),
         *("storage_offset", "untyped_storage", "storage", "_typed_storage", "data_ptr", "_backward_hooks"),
         *("Parameter", "Buffer", "UninitializedParameter", "__class__", "__dict__"),
-        *("is_anomaly_enabled", "is_anomaly_check_nan_enabled"),
+        *("is_anomaly_enabled", "is_anomaly_check_nan_enabled", "initial_seed", "get_rng_state", "manual_seed"),
     }
 )
 """Names by which a backward asks for more than the bytes of what was saved, or for a setting that programs lack."""

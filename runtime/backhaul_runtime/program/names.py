@@ -60,6 +60,7 @@ class NameTable:
         types: Classes of arguments by name.
         identities: The identity of each function of a worker, as trainers know it; empty on a trainer.
         denied: Why a worker could not run a custom autograd function exactly, by name.
+        proven: Names of the functions whose backward a worker has run exactly.
     """
 
     functions: dict[str, Any] = field(default_factory=dict)
@@ -67,11 +68,13 @@ class NameTable:
     types: dict[str, type] = field(default_factory=dict)
     identities: dict[str, str] = field(default_factory=dict)
     denied: dict[str, str] = field(default_factory=dict)
+    proven: set[str] = field(default_factory=set)
 
     def deny(self, name: object, reason: str) -> None:
         """Keeps a custom autograd function of this process on the trainer from now on. Ignores unknown names."""
         if isinstance(name, str) and name in self.functions:
             self.denied[name] = reason
+            self.proven.discard(name)
 
     def function(self, name: str) -> Any:
         """Returns the custom autograd function of that name. Raises ProgramError if it is not in the table."""
