@@ -40,7 +40,8 @@ LEAST_S = 8
 TOY = ["--layers", "2", "--width", "64", "--context", "64", "--batch", "2", "--steps", "2"]
 """Options of the demo where there is no GPU."""
 
-PYTEST = ["-q", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=0"]
+PYTEST = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=default"]
+"""The project's own options need plugins, and an unknown option of a missing one is an error there."""
 
 
 def command_of(part: str, device: str, repository: Path) -> list[str]:
