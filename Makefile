@@ -26,6 +26,7 @@ gpu-check: $(VENV)/.dev
 
 # All that CI leaves out because it takes long (about half an hour on two cores): before a release, and each night.
 nightly: $(VENV)/.dev
+	$(PIP) --quiet nvidia-cuda-nvrtc # compiles kernels for GPUs on a machine without one
 	$(BIN)/python -m pytest -m nightly
 	$(MAKE) test-simulated-gpu test-browser test-distributed dist-test
 

@@ -304,8 +304,15 @@ _MOST_LOGGED = 1000
 _logged: set[tuple[type, str, int]] = set()
 
 
-def log_once(error: Exception) -> None:
-    """Logs the traceback of an unexpected exception, unless one of its type was logged for the same line before."""
+def log_once(
+    error: Exception, meaning: str = "Training continues without a worker for this call. Please report it."
+) -> None:
+    """Logs the traceback of an unexpected exception, unless one of its type was logged for the same line before.
+
+    Args:
+        error: The exception, with its traceback.
+        meaning: What follows from it, for people.
+    """
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -314,6 +321,4 @@ def log_once(error: Exception) -> None:
         _logged.add(key)
         # As text, because a handler may keep the record, and a traceback leads to tensors.
         text = "".join(traceback.format_exception(error))
-        logger.error(
-            "An error inside Backhaul. Training continues without a worker for this call. Please report it:\n%s", text
-        )
+        logger.error("An error inside Backhaul. %s\n%s", meaning, text)

@@ -15,8 +15,8 @@ from backhaul_runtime.errors import ReplayError, StaleTensorError, UnsupportedTe
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.replay.replay import Contribution, Replay, isolated
-from backhaul_runtime.tensors.deferred_digest import KnownDigests
-from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
+from backhaul_runtime.tensors.digest import tensor_address
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import outside_transforms, version_of
@@ -73,9 +73,16 @@ def replay_here(
     known = KnownDigests()  # so that the replay does not compute them once more
     versions = list(map(version_of, values))
     try:
-        for source, value in zip(recording.sources, values, strict=True):
-            if not source.is_copy:
-                known.note(value, _checked_content(name, source))
+        contents = ContentDigests()  # all are queued before the first is read, so a device is waited for once
+        taken = [
+            (source, value, layout := layout_of(source.value), contents.take(source.value, layout))
+            for source, value in zip(recording.sources, values, strict=True)
+            if not source.is_copy
+        ]
+        for source, value, layout, content in taken:
+            if tensor_address(layout, read(content)) != source.address:
+                raise _stale(name, source)
+            known.note(value, content)
     except UnsupportedTensorError as error:
         raise StaleTensorError(
             f"segment {name}: {error.message}, and no worker stores its earlier value. Keep parameters allocated until "
@@ -119,15 +126,6 @@ def replay_here(
                 error,
             )
     return replayed(aids.context)
-
-
-def _checked_content(name: str, source: RecordedSource) -> bytes:
-    """Returns the digest of a source's contents. Raises StaleTensorError if they are not those of forward."""
-    layout = layout_of(source.value)
-    content = content_digest(source.value, layout)
-    if tensor_address(layout, content) != source.address:
-        raise _stale(name, source)
-    return content
 
 
 def _stale(name: str, source: RecordedSource) -> StaleTensorError:

@@ -8,7 +8,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
-from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -45,12 +44,14 @@ class FixedDigests:
 
         Contents that are the same again, and parameters that have other memory now, or none, are not noticed.
         """
+        contents, taken = ContentDigests(), list[tuple[Tensor, Digest, Digest]]()
         with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
             for key, (digest, reference, _) in self._digests.items():
                 parameter = reference()
-                if parameter is not None and _is_changed(parameter, key, digest):
-                    return parameter
-        return None
+                if parameter is not None and (present := _present(parameter, key, contents)) is not None:
+                    taken.append((parameter, digest, present))
+        # All are queued before the first is read, so a device is waited for once.
+        return next((parameter for parameter, digest, present in taken if read(digest) != read(present)), None)
 
     def forget(self) -> None:
         """Forgets all digests, because parameters may change from here on."""
@@ -58,13 +59,13 @@ class FixedDigests:
         self._keys.clear()
 
 
-def _is_changed(parameter: Tensor, key: tuple[Any, ...], digest: Digest) -> bool:
-    """Whether a parameter has other contents than when its digest was taken, but the same memory and version."""
+def _present(parameter: Tensor, key: tuple[Any, ...], contents: ContentDigests) -> Digest | None:
+    """Returns the digest of a parameter's contents now; None if it has other memory than this key, or none."""
     try:
         layout = layout_of(parameter)
-        return _key(parameter, layout) == key and content_digest(parameter, layout) != read(digest)
-    except UnsupportedTensorError:  # it has other memory now, or none
-        return False
+    except UnsupportedTensorError:
+        return None
+    return contents.take(parameter, layout) if _key(parameter, layout) == key else None
 
 
 class Contents:

@@ -2,8 +2,8 @@
 
 A digest covers everything that could change the result of an op: dtype, shape, strides and the bytes of every element.
 On the CPU the bytes are hashed with xxh3_128 (24 GB/s on one core, without the GIL). The bytes on an accelerator stay
-there: two weighted sums in int64 are computed instead. torch.hash_tensor is not used, because it XORs the elements, so
-their order does not count.
+there: two weighted sums in int64 are computed instead, by one kernel (`sums_kernel.py`). torch.hash_tensor is not used,
+because it XORs the elements, so their order does not count.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,10 @@ import xxhash
 from torch import Tensor
 
 from backhaul_runtime.tensors.layout import Layout, dense_bytes, host_bytes, layout_of, payload, unsupported_reason
+from backhaul_runtime.tensors.sums_kernel import kernel_sums
 
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
+_PIECE_WORDS = 1 << 20
 
 
 def content_digest(tensor: Tensor, layout: Layout) -> bytes:
@@ -37,13 +39,24 @@ def device_sums(data: Tensor) -> Tensor:
 
     Arithmetic is modulo 2**64. A single changed word always changes both sums, because odd weights have inverses.
     """
-    padded = torch.nn.functional.pad(data, (0, -data.numel() % 4))
-    words = padded.view(torch.int32).to(torch.int64) + (1 << 32)
-    position = torch.arange(words.numel(), dtype=torch.int64, device=data.device)
-    first = (words * ((position * _WEIGHT) | 1)).sum()
-    mixed = (position + 1) * _WEIGHT
-    second = (words * ((mixed ^ (mixed >> 29)) * _WEIGHT | 1)).sum()
-    return torch.stack((first, second))
+    sums = kernel_sums(data) if data.is_cuda else None
+    return torch_sums(data) if sums is None else sums
+
+
+def torch_sums(data: Tensor) -> Tensor:
+    """Computes `device_sums` by ops of torch, in pieces that bound the memory that they need."""
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for begin in range(0, data.numel(), 4 * _PIECE_WORDS):
+        piece = data[begin : begin + 4 * _PIECE_WORDS]
+        padded = torch.nn.functional.pad(piece, (0, -piece.numel() % 4))
+        if padded.storage_offset() * padded.element_size() % 4:
+            padded = padded.clone()
+        words = padded.view(torch.int32).to(torch.int64) + (1 << 32)
+        position = torch.arange(begin // 4, begin // 4 + words.numel(), dtype=torch.int64, device=data.device)
+        mixed = (position + 1) * _WEIGHT
+        sums[0] += (words * ((position * _WEIGHT) | 1)).sum()
+        sums[1] += (words * ((mixed ^ (mixed >> 29)) * _WEIGHT | 1)).sum()
+    return sums
 
 
 def saved_digest(layout: Layout, content: bytes) -> bytes:

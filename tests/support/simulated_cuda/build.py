@@ -26,7 +26,7 @@ def obstacle() -> str:
     present = version("torch").partition("+")[0]
     if present != TORCH:
         return f"the simulated CUDA device needs torch {TORCH}, not {present}"
-    return "" if _compiler() else "the simulated CUDA device needs a C++ compiler"
+    return "" if compiler() else "the simulated CUDA device needs a C++ compiler"
 
 
 def library() -> Path:
@@ -65,12 +65,13 @@ def _build(torch: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / target.name
         system = [part for include in includes for part in ("-isystem", str(include))]
-        command = [_compiler(), *_FLAGS, *system, str(SOURCES / "module.cpp"), "-o", str(made), *libraries]
+        command = [compiler(), *_FLAGS, *system, str(SOURCES / "module.cpp"), "-o", str(made), *libraries]
         subprocess.run(command, check=True)
         made.rename(target)
 
 
-def _compiler() -> str:
+def compiler() -> str:
+    """Returns the path of the C++ compiler; empty if there is none."""
     from shutil import which
 
     return which(os.environ.get("CXX", "g++")) or ""

@@ -24,6 +24,7 @@ static Index gridDim{1, 1, 1}, blockDim{1, 1, 1}, blockIdx{0, 0, 0}, threadIdx{0
 #define __forceinline__ inline
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
 static inline void __syncthreads() {}
 // The other threads of a block of one have nothing to add.
 template <class T> static inline T __shfl_down_sync(unsigned, T, int) { return T(0); }
