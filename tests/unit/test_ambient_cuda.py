@@ -134,16 +134,16 @@ def test_the_older_switch_of_tf32_agrees_with_the_newer_one(older: str) -> None:
 
 
 def test_the_older_switch_of_cudnn_agrees_with_the_newer_ones() -> None:
-    torch.backends.cudnn.allow_tf32 = True
+    torch._C._set_cudnn_allow_tf32(True)
     state = ambient_state.capture()
-    torch.backends.cudnn.allow_tf32 = False
+    torch._C._set_cudnn_allow_tf32(False)
     ambient_state.apply(state, ambient_state.capture())
     assert torch.backends.cudnn.allow_tf32
 
 
 def test_a_state_without_the_settings_of_cuda_leaves_them_alone() -> None:
     state = ambient_state.without_cuda(ambient_state.capture())
-    torch.backends.cudnn.enabled = False
+    torch._C._set_cudnn_enabled(False)
     ambient_state.apply(state, ambient_state.capture())
     assert decode_state(encode_state(state)) == state
     assert not torch.backends.cudnn.enabled

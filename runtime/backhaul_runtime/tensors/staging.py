@@ -117,10 +117,11 @@ def host_pieces(tensor: Tensor, layout: Layout, after: Sequence[DeviceMoment]) -
     if not after:
         yield payload(tensor.detach(), layout).cpu()
         return
-    with on_side_stream(after):
-        data = payload(tensor.detach(), layout)
-    for part in torch.split(data, PIECE_BYTES):
-        with on_side_stream(last_moment(data.device)):
+    data: Tensor | None = None
+    for begin in range(0, layout.payload_bytes, PIECE_BYTES):
+        with on_side_stream(after if data is None else last_moment(tensor.device)):
+            data = payload(tensor.detach(), layout) if data is None else data
+            part = data[begin : begin + PIECE_BYTES]
             piece = page_locked(part.numel())
             piece.copy_(part, non_blocking=True)
         yield piece
