@@ -38,9 +38,11 @@ from backhaul_runtime.torch_internals.private import (
     HOOK_METHODS,
     backward_class,
     is_node_of,
+    pop_saved_tensor_hooks,
     sequence_number,
     set_sequence_number,
 )
+from backhaul_runtime.torch_internals.storages import storage_key
 
 _PLACEHOLDER = torch.empty(0)
 
@@ -73,9 +75,23 @@ class _Unpacked(threading.local):
 _unpacked = _Unpacked()
 
 
-def _unpack(frame: Frame) -> Tensor:
+def _packing(frame: Frame) -> Callable[[Tensor], Frame | Tensor]:
+    """Returns the pack hook under which a graft saves its placeholder: the frame takes the place of it."""
+
+    def pack(tensor: Tensor) -> Frame | Tensor:
+        if storage_key(tensor) == storage_key(_PLACEHOLDER):
+            return frame
+        pop_saved_tensor_hooks()  # Ctrl-C has kept the hook from being taken off: what the caller saves stays as it is
+        return tensor.detach()
+
+    return pack
+
+
+def _unpack(packed: Frame | Tensor) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
     if _unpacked.is_wanted:
-        _unpacked.frame = frame
+        _unpacked.frame = packed
     return _PLACEHOLDER
 
 
@@ -228,7 +244,7 @@ def graft(
             leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
             handed_on = _stand_ins(mine, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
             own = tuple([outputs[position] for position in stage.outputs])
-            with torch.autograd.graph.saved_tensors_hooks(lambda _: frame, _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(_packing(frame), _unpack):
                 made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
             made[0].grad_fn.output = weakref.ref(made[0])
             set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))

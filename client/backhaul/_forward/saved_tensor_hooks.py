@@ -14,7 +14,12 @@ from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
-from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
+from backhaul_runtime.torch_internals.private import (
+    DisablePythonDispatcher,
+    DisableTorchDispatch,
+    pop_saved_tensor_hooks,
+    version_of,
+)
 from backhaul_runtime.torch_internals.storages import StorageLedger
 
 
@@ -41,10 +46,13 @@ class SavedTensorHooks:
         self._of_this_op: list[tuple[Handle, Tensor, bool]] = []
         self._undefined: list[tuple[KeptTensor, Tensor]] = []
 
-    def __call__(self, tensor: Tensor) -> Handle:
+    def __call__(self, tensor: Tensor) -> Handle | Tensor:
         recorder, table = self.recorder, self._table
-        assert recorder is not None
-        assert table is not None
+        if recorder is None or table is None:
+            # The call has ended, and Ctrl-C has kept the hook from being taken off. This tensor stays as it is, and
+            # the following ones go to autograd.
+            pop_saved_tensor_hooks()
+            return tensor.detach()
         recorder.note_saved(tensor)
         handle = table.add(len(recorder.recording.saved) - 1)
         if self._selection is not None:
@@ -153,6 +161,6 @@ def _modified(tensor: Tensor) -> Callable[[Tensor], Exception]:
     return error
 
 
-def unpack(handle: Handle) -> Tensor:
-    """The unpack hook: returns the tensor for a handle that `SavedTensorHooks` returned."""
-    return handle.table.unpack(handle)
+def unpack(handle: Handle | Tensor) -> Tensor:
+    """The unpack hook: returns the tensor for what `SavedTensorHooks` returned."""
+    return handle if isinstance(handle, Tensor) else handle.table.unpack(handle)

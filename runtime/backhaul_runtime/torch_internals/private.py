@@ -34,6 +34,7 @@ __all__ = [  # names re-exported from torch; the functions below are public as w
     "OpOverload",
     "WeakTensorRef",
     "next_sequence_number",
+    "pop_saved_tensor_hooks",
     "pytree",
     "top_saved_tensor_hooks",
 ]
