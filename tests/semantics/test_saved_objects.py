@@ -49,6 +49,8 @@ def answers(checkpoint: Checkpoint, question: str) -> tuple[list[Any], list[Tens
     x = torch.randn(3, 4, requires_grad=True)
     saved_objects.ANSWERS.clear()
     saved_objects.WEIGHTS[:] = [weight]
+    saved_objects.BUFFERS.clear()
+    saved_objects.BUFFERS[weight] = torch.zeros(4, 4)
     function = getattr(saved_objects, question)
     y = checkpoint(lambda x: function.apply(x.sin(), weight, view).cos(), x)
     y.sum().backward(retain_graph=True)
@@ -109,3 +111,20 @@ def test_a_saved_argument_that_is_overwritten_is_torchs_own_error(session: Sessi
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         session.checkpoint(body, x).sum().backward()
+
+
+def test_a_context_that_changes_is_right_or_a_named_error(allowing: WorkerProcess) -> None:
+    """Two backwards over one graph: the first one's answer shows only on a worker that the context changes."""
+
+    def gradient(checkpoint: Checkpoint) -> Tensor | None:
+        torch.manual_seed(0)
+        weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
+        y = checkpoint(lambda x: saved_objects.AppendsToItsContext.apply(x.sin(), weight).cos(), x)
+        y.sum().backward(retain_graph=True)
+        y.sum().backward()
+        return x.grad
+
+    with backhaul.connect(allowing.address, silence_s=QUIET_S) as session:
+        with pytest.raises(backhaul.ReplayError, match="second backward over the same graph: the backward of"):
+            gradient(session.checkpoint)
+        assert differing([gradient(session.checkpoint)], [gradient(plainly)]) == []

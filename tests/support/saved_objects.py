@@ -1,9 +1,11 @@
 """Custom functions whose backward asks for more than the bytes of what it saved."""
 
+from builtins import type as kind
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter as P  # noqa: N817  another name
 
 ANSWERS: list[Any] = []
 WEIGHTS: list[Tensor] = []
@@ -125,6 +127,93 @@ class CountsOnItsContext(Asking):
         ANSWERS.append(ctx.calls)
         first, second, third = products(gradient, *ctx.saved_tensors)
         return first * ctx.calls, second * ctx.calls, third
+
+
+NAME = "main_grad"
+BUFFERS: dict[Tensor, Tensor] = {}
+
+
+def accumulate(weight: Tensor, gradient: Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+class AddsToGradInAHelper(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients = products(gradient, *ctx.saved_tensors)
+        accumulate(ctx.saved_tensors[1], gradients[1])
+        ANSWERS.append("added")
+        return gradients[0], None, gradients[2]
+
+
+class AsksByAConstant(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        gradients = products(gradient, *ctx.saved_tensors)
+        has = hasattr(ctx.saved_tensors[1], NAME)
+        ANSWERS.append(has)
+        if has:
+            getattr(ctx.saved_tensors[1], NAME).add_(gradients[1])
+        return gradients[0], None if has else gradients[1], gradients[2]
+
+
+class AsksForAnAlias(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ANSWERS.append([isinstance(one, P) for one in ctx.saved_tensors])
+        return products(gradient, *ctx.saved_tensors)
+
+
+class AsksForATypeByAnotherName(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ANSWERS.append([kind(one).__name__ for one in ctx.saved_tensors])
+        return products(gradient, *ctx.saved_tensors)
+
+
+class AsksForText(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ANSWERS.append([repr(one)[:5] for one in ctx.saved_tensors])
+        return products(gradient, *ctx.saved_tensors)
+
+
+class LooksInATable(Asking):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        weight = ctx.saved_tensors[1]
+        ANSWERS.append(weight in BUFFERS)
+        return products(gradient, *ctx.saved_tensors)
+
+
+class AsksForTheClassInForward(Asking):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, view: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, view)
+        ctx.is_parameter = isinstance(weight, P)
+        return x @ weight.t() @ view
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ANSWERS.append(ctx.is_parameter)
+        return products(gradient, *ctx.saved_tensors)
+
+
+class AppendsToItsContext(torch.autograd.Function):
+    """Changes its context in a way that its code does not show."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.calls = []
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.calls.append(1)
+        gradient = gradient * len(ctx.calls)
+        return gradient @ weight.t(), x.t() @ gradient
 
 
 class SavesOutput(torch.autograd.Function):

@@ -40,12 +40,14 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import SavedTensor
+from backhaul_runtime.replay.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import (
     backward_pass,
+    backward_task_id,
     is_batched,
     version_of,
 )
@@ -137,6 +139,7 @@ class Frame:
     remote: RemoteSegment | None = None
     local_reason: str = ""
     is_in_block: bool = False
+    _first_backward: int | None = field(default=None, init=False)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     _incoming: SavedTensorStream | None = field(default=None, init=False)
     _wanted: set[int] = field(default_factory=set, init=False)
@@ -160,6 +163,7 @@ class Frame:
         assert self.program is not None
         assert self.lineage is not None
         self.check_backward()
+        self._check_repeated()
         needs_graph = _needs_graph(gradients)
         if needs_graph:
             self.call.check_strict(needs_graph)
@@ -294,6 +298,24 @@ class Frame:
                     segment=self.call.name,
                 )
             return tensor
+
+    def _check_repeated(self) -> None:
+        """Raises ReplayError for a second backward if the first one has changed the context of a custom function.
+
+        Each recomputation has a context of its own, so it would not see that.
+        """
+        assert self.program is not None
+        task = backward_task_id()
+        if self._first_backward is None:
+            self._first_backward = task
+        if task == self._first_backward:
+            return
+        for name in self.program.functions:
+            if (reason := names.denied.get(name, "")).endswith(CHANGES):
+                raise ReplayError(
+                    f"segment {self.call.name} can't run a second backward over the same graph: {reason}. From the "
+                    "next forward on the function keeps its context on the trainer, so run forward again"
+                )
 
     def check_backward(self) -> None:
         """Raises RuntimeError for a backward that torch's checkpoint rejects too."""

@@ -19,12 +19,13 @@ NOTE [Identity of a function]
 5. Of modules that the code imports when it runs, it covers those that this process has imported.
 """
 
+import copy
 import functools
 import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from operator import is_
+from operator import is_, is_not
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -79,7 +80,8 @@ class CodeIdentity:
     @property
     def names(self) -> Set[str]:
         """The names in the code, among which are all attributes that it can read."""
-        return self._present()[0].names
+        walk = self._present()[0]
+        return walk.names | walk.texts
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -131,35 +133,71 @@ _OF_TENSORS = frozenset(
     {
         *("is_leaf", "requires_grad", "grad_fn", "retains_grad", "_version", "_base", "_is_view", "is_inference"),
         *("storage_offset", "untyped_storage", "storage", "_typed_storage", "data_ptr", "_backward_hooks"),
-        *("Parameter", "Buffer", "UninitializedParameter", "__class__", "__dict__"),
+        *("_post_accumulate_grad_hooks", "__class__", "__dict__", "__hash__", "__reduce__", "__reduce_ex__"),
+        *("hash", "vars", "dir", "repr", "copy", "deepcopy"),
         *("is_anomaly_enabled", "is_anomaly_check_nan_enabled", "initial_seed", "get_rng_state", "manual_seed"),
     }
 )
 """Names by which a backward asks for more than the bytes of what was saved, or for a setting that programs lack."""
 
+_CLASSES = ("Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer")
+_ASKING = (type, id, hash, vars, dir, repr, is_, is_not, copy.copy, copy.deepcopy)
+"""Functions that tell objects apart, which code may have under another name."""
 
 _GENERATED = ("<string>", str(Path(functools.__file__).parent) + os.sep)
 """How names of files of code begin that Python's library has or generates, as for dataclasses."""
 
 
-@functools.cache
 def asks_beside_values(cls: type) -> str:
-    """Returns what the backward of a custom autograd function asks for that no replay has; empty if there is nothing.
+    """Returns what a custom autograd function asks for that no replay has; empty if there is nothing.
 
     A replay gives it tensors with the bytes of forward, but not the same objects: their class, attributes, version and
     storage are not those of forward. Nor has the context what an earlier backward has stored there.
     """
-    walk = _Walk()
+    return _asked(cls, identity_of_class(cls).digest())
+
+
+@functools.lru_cache(maxsize=1 << 10)  # by the digest, too: what the code reads may change
+def _asked(cls: type, digest: str) -> str:
+    forward, _ = _reached(cls, ("forward", "setup_context"))
+    classes = next((name for name in _CLASSES if name in forward.texts or _names_class(forward, name)), "")
+    if classes:
+        return f"asks whether a tensor is a {classes}"
+    walk, codes = _reached(cls, ("backward", "vjp"))
     for name in ("backward", "vjp"):
         method = inspect.unwrap(getattr(cls, name))
+        if isinstance(method, FunctionType) and (stored := stored_attributes(method.__code__)):
+            return f"stores {stored} on its context"
+    names = {name for code in codes for name in (*names_in(code), *texts_in(code))} | walk.texts
+    if asked := min(_OF_TENSORS & names, default=""):
+        return f"may read {asked} of what it saved"
+    if any(any(value is asking for asking in _ASKING) for value in walk.objects):
+        return "may ask which object a saved tensor is"
+    if any(name in names or _names_class(walk, name) for name in _CLASSES):
+        return "asks whether a tensor is a parameter"
+    if any(map(reads_gradients, codes)):
+        return "uses .grad of tensors in a function that it calls"
+    return next(filter(None, map(asked_identity, codes)), "")
+
+
+def _reached(cls: type, methods: Sequence[str]) -> "tuple[_Walk, list[CodeType]]":
+    """Returns a walk through everything that methods reach, and the code among it that people wrote."""
+    walk = _Walk()
+    for name in methods:
+        method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
         if isinstance(method, FunctionType) and not is_foreign(method.__module__):
             walk.function(method)
-            if stored := stored_attributes(method.__code__):
-                return f"stores {stored} on its context"
     codes = [code for _, code, *_ in walk.functions if not code.co_filename.startswith(_GENERATED)]
-    names = {name for code in codes for name in (*names_in(code), *texts_in(code))}
-    asked = min(_OF_TENSORS & names, default="")
-    return f"may read {asked} of what it saved" if asked else next(filter(None, map(asked_identity, codes)), "")
+    walk.texts.update(*(texts_in(code) for code in codes))
+    return walk, codes
+
+
+def _names_class(walk: "_Walk", name: str) -> bool:
+    """Whether code names a class of torch's own tensors, perhaps under another name."""
+    cls = getattr(torch.nn.parameter, name)
+    return any(value is cls for value in walk.objects) or any(
+        name in code.co_names for _, code, *_ in walk.functions if not code.co_filename.startswith(_GENERATED)
+    )
 
 
 class _Walk:
@@ -169,6 +207,8 @@ class _Walk:
         self.lines = [f"python {sys.version_info[:2]}"]
         self.is_complete = True
         self.names: set[str] = set()
+        self.texts: set[str] = set()  # that the code may use as names, wherever they are
+        self.objects: list[Any] = []  # the classes and functions that the code reads
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
@@ -234,6 +274,10 @@ class _Walk:
         value = getattr(value, "__func__", value) if isinstance(value, (staticmethod, classmethod)) else value
         if isinstance(value, property):
             value = value.fget
+        if isinstance(value, str):
+            self.texts.add(value)
+        elif isinstance(value, CODE):
+            self.objects.append(value)
         if isinstance(value, FunctionType):
             self.lines.append(f"{name} is {value.__module__}:{value.__qualname__}")
             self.function(value)
@@ -273,7 +317,12 @@ class _Walk:
         if not is_foreign(type(value).__module__):
             self.function_class(type(value))
         in_tuple &= isinstance(value, tuple)
+        if type(value).__name__.startswith("Weak"):  # a table by objects, whose keys nobody can compare
+            self.is_complete = False
         for key, item in parts_of(value):
+            if isinstance(key, Tensor):
+                self.is_complete = False
+            self.texts.update(one for one in (key, item) if isinstance(one, str))
             inner = f"{name}[{key if isinstance(key, (str, int)) else type(key).__name__}]"
             if isinstance(item, CODE) or (in_tuple and isinstance(item, Tensor)):
                 self._value(inner, item)

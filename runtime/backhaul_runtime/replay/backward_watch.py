@@ -18,9 +18,16 @@ from torch.autograd.graph import Node
 from backhaul_runtime.errors import ReplayError
 from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
+from backhaul_runtime.program.value_texts import CONSTANTS, parts_of
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, identity_of, is_thin
+from backhaul_runtime.torch_internals.private import (
+    DisableTorchDispatch,
+    OpOverload,
+    identity_of,
+    is_thin,
+    version_of,
+)
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 
@@ -45,7 +52,7 @@ class BackwardWatch:
         self._own, self._lent = own, lent
         self.reason = self.function = ""
         for name, node in nodes:
-            observe_backward(node, _Around(self, name, _compared_by(node)))
+            observe_backward(node, _Around(self, name, node, _compared_by(node)))
 
     def end(self) -> None:
         """Ends the watch. Raises ReplayError if a function has drawn, written to memory of others, or communicated."""
@@ -58,9 +65,9 @@ class BackwardWatch:
             self.function, self.reason = function, reason
 
     @contextmanager
-    def within(self, name: str, gradients: tuple[Any, ...], compared: Collection[int]) -> Iterator[None]:
+    def within(self, name: str, node: Node, gradients: tuple[Any, ...], compared: Collection[int]) -> Iterator[None]:
         """Watches one backward, in the thread that runs it."""
-        before = self._states()
+        before, context = self._states(), context_contents(node)
         given = tensors_in(gradients)
         own = {*self._own, *[storage_key(tensor) for tensor in given if _has_storage(tensor)]}
         ops = _Ops(self, name, own, {*self._lent, *compared})
@@ -70,6 +77,8 @@ class BackwardWatch:
             yield
         if self._states() != before:
             self.note(name, _DRAWS)
+        if context_contents(node) != context:
+            self.note(name, CHANGES)
 
     def _states(self) -> list[Any]:
         states: list[Any] = [generator.get_state().numpy().tobytes() for generator in self._generators]
@@ -79,11 +88,11 @@ class BackwardWatch:
 class _Around:
     """Makes the context manager for one node."""
 
-    def __init__(self, watch: BackwardWatch, name: str, compared: Collection[int]) -> None:
-        self._watch, self._name, self._compared = watch, name, compared
+    def __init__(self, watch: BackwardWatch, name: str, node: Node, compared: Collection[int]) -> None:
+        self._watch, self._name, self._node, self._compared = watch, name, node, compared
 
     def __call__(self, gradients: tuple[Any, ...]) -> Any:
-        return self._watch.within(self._name, gradients, self._compared)
+        return self._watch.within(self._name, self._node, gradients, self._compared)
 
 
 class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
@@ -145,6 +154,21 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Does nothing: a higher-order op inside a backward is the function's own matter."""
 
 
+def context_contents(node: Node) -> Any:
+    """Returns what shows whether the context of a custom function was changed, to be compared with a later result."""
+    return _contents(vars(node))
+
+
+def _contents(value: Any, depth: int = 0) -> Any:
+    """Returns constants, what containers hold, and the versions of tensors."""
+    if isinstance(value, Tensor):
+        return id(value), version_of(value)
+    if isinstance(value, CONSTANTS) or depth > _MAX_DEPTH:
+        return value if isinstance(value, CONSTANTS) else id(value)
+    parts = [(_contents(key, depth + 1), _contents(item, depth + 1)) for key, item in parts_of(value)]
+    return id(value) if depth else 0, parts
+
+
 def _has_storage(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in a storage, and not in other tensors as those of a sparse one do."""
     return is_thin(type(tensor)) and tensor.layout is torch.strided
@@ -161,4 +185,7 @@ _NEW = "aten.lift_fresh.default"
 
 _DRAWS = "draws random numbers, and only the trainer's generators can give those of a run without checkpointing"
 _WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"
+CHANGES = "changes its context, and a later backward over the same graph would see that"
+"""Why the backward of a function runs on the trainer only, and only once over a graph."""
+_MAX_DEPTH = 6  # of containers inside a context
 _READS = "reads a tensor that is not compared with the trainer's, as in a dict or an object of its module"
