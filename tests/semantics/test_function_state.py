@@ -229,6 +229,22 @@ def test_a_backward_that_writes_to_its_context_is_noticed(remote: Loopback) -> N
     assert any("changes its context" in reason for reason in segment.reasons)
 
 
+@pytest.mark.parametrize("kind", function_state.CHANGED)
+def test_a_change_of_a_context_that_neither_versions_nor_equality_show(kind: str, remote: Loopback) -> None:
+    """The first run raises, as a worker has run the first backward. The function then stays on the trainer."""
+
+    def twice(checkpoint: Any) -> list[Tensor | None]:
+        x = torch.arange(4.0).requires_grad_()
+        y = checkpoint(lambda h: function_state.ChangingContext.apply(h.sin(), kind).cos(), x).sum()
+        return [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(2)]
+
+    with pytest.raises(
+        ReplayError, match="second backward over the same graph: the backward of .* changes its context"
+    ):
+        twice(checkpointing(remote, returns="gradients"))
+    same_bits(twice(checkpointing(remote, returns="gradients")), twice(plainly))
+
+
 def test_one_object_for_two_arguments(remote: Loopback) -> None:
     """A replay builds two objects from the parts of one."""
     slotted = function_state.Slotted(2.0)

@@ -3,6 +3,7 @@
 import enum
 import functools
 import itertools
+import math
 import random
 import weakref
 from collections import OrderedDict
@@ -113,6 +114,43 @@ class WritingOwn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.ready.mul_(gradients[0])
+
+
+class ChangingContext(torch.autograd.Function):
+    """Multiplies by a number on its context, and changes that so that neither versions nor equality show it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kind, ctx.kept = kind, CHANGED[kind][0]()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * CHANGED[ctx.kind][1](ctx.kept), None
+
+
+def _sign_then_negated(kept: list[float]) -> float:
+    sign = math.copysign(1.0, kept[0])
+    kept[0] = -kept[0]
+    return sign
+
+
+def _then_increased(kept: Any) -> float:
+    while isinstance(kept[0], list):
+        kept = kept[0]
+    number = float(kept[0])
+    (kept.numpy() if isinstance(kept, Tensor) else kept)[0] += 1
+    return number
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "sign of a zero": (lambda: [0.0], _sign_then_negated),
+    "array": (lambda: np.ones(1), _then_increased),
+    "bytes": (lambda: bytearray([1]), _then_increased),
+    "deep": (lambda: [[[[[[[[1.0]]]]]]]], _then_increased),
+    "tensor, by NumPy": (lambda: torch.ones(1), _then_increased),
+}
+"""What makes an object, and what reads a number from it and changes it."""
 
 
 SLOPE = 0.5

@@ -15,18 +15,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backhaul_runtime.errors import ReplayError
+from backhaul_runtime.errors import Refusal, ReplayError, UnsupportedTensorError
 from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
-from backhaul_runtime.program.value_texts import CONSTANTS, parts_of
+from backhaul_runtime.replay.opaque_check import OpaqueCheck
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
+    DisableTorchFunction,
     OpOverload,
     identity_of,
     is_thin,
-    version_of,
 )
 from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
@@ -50,12 +51,16 @@ class BackwardWatch:
     ) -> None:
         self._generators = [default_generator(device) for device in {torch.device("cpu"), *devices}]
         self._own, self._lent = own, lent
+        self._contexts: list[tuple[str, Digest | None, Digest | None]] = []  # before and after each backward
         self.reason = self.function = ""
         for name, node in nodes:
             observe_backward(node, _Around(self, name, node, _compared_by(node)))
 
     def end(self) -> None:
-        """Ends the watch. Raises ReplayError if a function has drawn, written to memory of others, or communicated."""
+        """Ends the watch. Raises ReplayError if a backward must run on the trainer. May wait for an accelerator."""
+        for name, before, after in self._contexts:
+            if not self.reason and is_changed(before, after):
+                self.note(name, CHANGES)
         if self.reason:
             raise ReplayError(f"the backward of {self.function} {self.reason}", function=self.function)
 
@@ -67,7 +72,7 @@ class BackwardWatch:
     @contextmanager
     def within(self, name: str, node: Node, gradients: tuple[Any, ...], compared: Collection[int]) -> Iterator[None]:
         """Watches one backward, in the thread that runs it."""
-        before, context = self._states(), context_contents(node)
+        before, context = self._states(), context_digest(node)
         given = tensors_in(gradients)
         own = {*self._own, *[storage_key(tensor) for tensor in given if _has_storage(tensor)]}
         ops = _Ops(self, name, own, {*self._lent, *compared})
@@ -77,8 +82,7 @@ class BackwardWatch:
             yield
         if self._states() != before:
             self.note(name, _DRAWS)
-        if context_contents(node) != context:
-            self.note(name, CHANGES)
+        self._contexts.append((name, context, context_digest(node)))
 
     def _states(self) -> list[Any]:
         states: list[Any] = [generator.get_state().numpy().tobytes() for generator in self._generators]
@@ -154,19 +158,20 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Does nothing: a higher-order op inside a backward is the function's own matter."""
 
 
-def context_contents(node: Node) -> Any:
-    """Returns what shows whether the context of a custom function was changed, to be compared with a later result."""
-    return _contents(vars(node))
+def context_digest(node: Node) -> Digest | None:
+    """Returns the digest of all that is on the context of a custom autograd function; None if it can't be compared."""
+    check = OpaqueCheck(ContentDigests().take)
+    try:
+        with DisableTorchDispatch(), DisableTorchFunction():
+            check.add_context(node)
+    except (Refusal, UnsupportedTensorError):
+        return None
+    return check.digest()
 
 
-def _contents(value: Any, depth: int = 0) -> Any:
-    """Returns constants, what containers hold, and the versions of tensors."""
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, CONSTANTS) or depth > _MAX_DEPTH:
-        return value if isinstance(value, CONSTANTS) else id(value)
-    parts = [(_contents(key, depth + 1), _contents(item, depth + 1)) for key, item in parts_of(value)]
-    return id(value) if depth else 0, parts
+def is_changed(before: Digest | None, after: Digest | None) -> bool:
+    """Whether a context is another than before, or may be. Waits for an accelerator if a digest is still there."""
+    return before is None or after is None or read(before) != read(after)
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -187,5 +192,4 @@ _DRAWS = "draws random numbers, and only the trainer's generators can give those
 _WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"
 CHANGES = "changes its context, and a later backward over the same graph would see that"
 """Why the backward of a function runs on the trainer only, and only once over a graph."""
-_MAX_DEPTH = 6  # of containers inside a context
 _READS = "reads a tensor that is not compared with the trainer's, as in a dict or an object of its module"

@@ -28,6 +28,7 @@ from backhaul_runtime.program.code_identity import identity_of_class, lines_of_c
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals.pre_dispatch import BACKWARD_MODE
 from backhaul_runtime.torch_internals.private import is_plain
 from backhaul_runtime.torch_internals.storages import storage_key
 
@@ -40,6 +41,7 @@ CHECKED = Layout(torch.uint8, (0,), (1,))
 _CONSTANTS = (bool, int, float, complex, str, bytes, torch.dtype, torch.layout, torch.memory_format)
 _NAMED = (type, ModuleType)
 _TEXTS = (int, float, complex, str, bytes, bytearray)
+_APART = frozenset({"needs_input_grad", BACKWARD_MODE})
 _WITHOUT_VALUES = frozenset({"lock", "RLock", "Stream", "Event", "ProcessGroup"})
 """Names of classes of C and C++ whose objects hold nothing that a gradient could depend on."""
 
@@ -76,14 +78,15 @@ class OpaqueCheck:
         contexts = {id(node): node for result in results if isinstance(node := result.grad_fn, BackwardCFunction)}
         self._is_context = True
         for node in contexts.values():
-            self._add_context(node)
+            self.add_context(node)
 
-    def _add_context(self, node: Node | None) -> None:
+    def add_context(self, node: Node) -> None:
+        """Adds all that is on the context of a custom autograd function, but not what it saves for backward."""
         given: Any = node
         # The code of the backward of an op of a library is compared here, because a handshake names ops only.
         code = identity_of_class(given._forward_cls).digest() if is_foreign(given._forward_cls.__module__) else ""
         self._texts.append(f"{type(node).__name__} {given.needs_input_grad} {code}")
-        self._visit({name: value for name, value in sorted(vars(given).items()) if name != "needs_input_grad"})
+        self._visit({name: value for name, value in sorted(vars(given).items()) if name not in _APART})
 
     def digest(self) -> Digest:
         """Returns the digest of everything that was added."""

@@ -43,14 +43,14 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.backward_watch import CHANGES, BackwardWatch, context_contents
+from backhaul_runtime.replay.backward_watch import CHANGES, BackwardWatch, context_digest, is_changed
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
 from backhaul_runtime.replay.opaque_check import OpaqueCheck
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
-from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, KnownDigests, read
 from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact, with_memory
 from backhaul_runtime.tensors.random_projection import read_projections, unread_projections
@@ -498,10 +498,10 @@ class Replay:
             )
         return {target: len(self._sources) + i for i, source in enumerate(casts) for target in made[source]}
 
-    def _deny_changed(self, contexts: Sequence[Any]) -> None:
+    def _deny_changed(self, contexts: Sequence[Digest | None]) -> None:
         """Keeps functions on the trainer whose backward has changed its context: a second backward would see that."""
         for (name, node), before in zip(self._custom[: len(contexts)], contexts, strict=True):
-            if context_contents(node) != before:
+            if is_changed(before, context_digest(node)):
                 names.deny(name, f"the backward of {name} {CHANGES}")
 
     def backward(self, gradients: Mapping[int, Tensor], *, create_graph: bool = False) -> list[Contribution]:
@@ -533,7 +533,7 @@ class Replay:
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
         own = self._packing.of_functions - self._lent
-        contexts = [context_contents(node) for _, node in self._custom] if self._is_own else []
+        contexts = [context_digest(node) for _, node in self._custom] if self._is_own else []
         watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
             if inputs and positions:

@@ -235,7 +235,8 @@ torch.autograd.function._SingleLevelFunction.apply = classmethod(_applied)  # ty
 
 
 _apply_backward: Any = torch.autograd.function.BackwardCFunction.apply
-_BACKWARD_MODE = "_backhaul_backward_mode"
+BACKWARD_MODE = "_backhaul_backward_mode"
+"""The attribute of a node that `observe_backward` sets."""
 
 
 def observe_backward(node: Any, around: Callable[[tuple[Any, ...]], AbstractContextManager[Any]]) -> None:
@@ -245,11 +246,11 @@ def observe_backward(node: Any, around: Callable[[tuple[Any, ...]], AbstractCont
         node: The function's node in the graph.
         around: Returns the context manager, from the gradients that the backward gets.
     """
-    setattr(node, _BACKWARD_MODE, around)
+    setattr(node, BACKWARD_MODE, around)
 
 
 def _backward_applied(node: Any, *args: Any) -> Any:
-    around = getattr(node, _BACKWARD_MODE, None)
+    around = getattr(node, BACKWARD_MODE, None)
     if around is None:
         return _apply_backward(node, *args)
     with around(args):
