@@ -75,8 +75,9 @@ class OpaqueCheck:
 
     def add_contexts(self, results: Sequence[Tensor]) -> None:
         """Adds the contexts of the custom autograd functions that returned these tensors, each once."""
-        nodes: Iterator[Any] = (result.grad_fn for result in results)
-        contexts = {id(node): node for node in nodes if isinstance(node, BackwardCFunction)}
+        contexts: dict[int, Any] = {  # torch's stubs do not say that a BackwardCFunction is a Node
+            id(node): node for result in results if isinstance(node := result.grad_fn, BackwardCFunction)
+        }
         self._is_context = True
         for node in contexts.values():
             self.add_context(node)
