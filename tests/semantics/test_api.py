@@ -32,17 +32,17 @@ CHECKS = ["default", "none", "values", "bytes"]
 
 
 @pytest.mark.parametrize("name", TORCHS_OWN)
-def test_s1_torchs_own_names_are_here_too(name: str) -> None:
+def test_torchs_own_names_are_here_too(name: str) -> None:
     assert name in backhaul.__all__
     assert getattr(backhaul, name) is getattr(torch.utils.checkpoint, name)
 
 
-def test_s1_names_that_we_have_in_place_of_torchs() -> None:
+def test_names_that_we_have_in_place_of_torchs() -> None:
     assert {"checkpoint", "checkpoint_sequential", "CheckpointError"} <= set(backhaul.__all__)
     assert issubclass(backhaul.CheckpointError, torch.utils.checkpoint.CheckpointError)
 
 
-def test_s2_takes_each_keyword_of_torchs_and_its_own(session: Session, returns: str) -> None:
+def test_checkpoint_takes_each_keyword_of_torchs_and_its_own(session: Session, returns: str) -> None:
     x = inputs()[0]
     signature = inspect.signature(checkpoint_of_torch).parameters.values()
     options = {p.name: p.default for p in signature if p.kind is p.KEYWORD_ONLY} | {"preserve_rng_state": True}
@@ -52,12 +52,12 @@ def test_s2_takes_each_keyword_of_torchs_and_its_own(session: Session, returns: 
     assert session.report().segments[0].decisions == {Decision(returns): 1}
 
 
-def test_s2_strict_raises_where_the_trainer_would_recompute(session: Session) -> None:
+def test_strict_raises_where_the_trainer_would_recompute(session: Session) -> None:
     with pytest.raises(NotRemoteError):
         session.checkpoint(TimesOne.apply, inputs()[1], strict=True)
 
 
-def test_s2_as_a_decorator_of_a_function(session: Session, returns: str) -> None:
+def test_checkpoint_as_a_decorator_of_a_function(session: Session, returns: str) -> None:
     @session.checkpoint(use_reentrant=False, returns=returns)
     def fn(h: Tensor, *, scale: float) -> Tensor:
         """Scales."""
@@ -70,7 +70,7 @@ def test_s2_as_a_decorator_of_a_function(session: Session, returns: str) -> None
     assert session.report().segments[0].decisions == {Decision(returns): 1}
 
 
-def test_s2_as_a_decorator_of_a_method(session: Session, returns: str) -> None:
+def test_checkpoint_as_a_decorator_of_a_method(session: Session, returns: str) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ def test_s2_as_a_decorator_of_a_method(session: Session, returns: str) -> None:
     assert session.report().remote == 2
 
 
-def test_s2_the_decorator_uses_the_session_of_the_call(session: Session) -> None:
+def test_the_decorator_uses_the_session_of_the_call(session: Session) -> None:
     decorate = backhaul.checkpoint(use_reentrant=False, session=session)
     x, h = inputs()
     decorate(torch.sin)(h).sum().backward()
@@ -103,7 +103,7 @@ def test_s2_the_decorator_uses_the_session_of_the_call(session: Session) -> None
 
 
 @pytest.mark.parametrize(("options", "hooked"), [({}, True), ({"respect": True}, True), ({"respect": False}, False)])
-def test_s2_respect_saved_tensors_hooks(options: dict[str, bool], hooked: bool, checkpoint: Checkpoint) -> None:
+def test_respect_saved_tensors_hooks(options: dict[str, bool], hooked: bool, checkpoint: Checkpoint) -> None:
     policy = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     given = {"respect_saved_tensors_hooks": options["respect"]} if options else {}
     w = torch.randn(WIDTH, WIDTH)
@@ -122,13 +122,13 @@ def test_s2_respect_saved_tensors_hooks(options: dict[str, bool], hooked: bool, 
     assert any(torch.equal(t, product) for t in packed if t.shape == product.shape) is hooked
 
 
-def test_s2_respect_saved_tensors_hooks_is_not_for_the_reentrant_form(checkpoint: Checkpoint) -> None:
+def test_respect_saved_tensors_hooks_is_not_for_the_reentrant_form(checkpoint: Checkpoint) -> None:
     for respect in (True, False):
         with pytest.raises(ValueError, match="respect_saved_tensors_hooks"):
             checkpoint(torch.sin, one(), use_reentrant=True, respect_saved_tensors_hooks=respect)
 
 
-def test_s3_use_reentrant_omitted_is_false_without_a_warning(checkpoint: Checkpoint) -> None:
+def test_use_reentrant_omitted_is_false_without_a_warning(checkpoint: Checkpoint) -> None:
     x, h = inputs()
     y = checkpoint(lambda h, *, w: h * w, h, w=h)  # a keyword argument: the reentrant form refuses
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x + x)
@@ -136,7 +136,7 @@ def test_s3_use_reentrant_omitted_is_false_without_a_warning(checkpoint: Checkpo
         checkpoint_of_torch(torch.sin, h)
 
 
-def test_s3_use_reentrant_true_gives_gradients_to_nested_tensors_too(checkpoint: Checkpoint) -> None:
+def test_use_reentrant_true_gives_gradients_to_nested_tensors_too(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(WIDTH, requires_grad=True)
         options = {} if checkpoint is plainly else {"use_reentrant": True}
@@ -146,14 +146,14 @@ def test_s3_use_reentrant_true_gives_gradients_to_nested_tensors_too(checkpoint:
     same(case, checkpoint)
 
 
-def test_s4_keyword_arguments_are_refused_by_the_reentrant_form(checkpoint: Checkpoint) -> None:
+def test_keyword_arguments_are_refused_by_the_reentrant_form(checkpoint: Checkpoint) -> None:
     for call in (checkpoint_of_torch, checkpoint):
         with pytest.raises(ValueError, match="^Unexpected keyword arguments: k$"):
             call(torch.sin, one(), use_reentrant=True, k=3)
 
 
 @pytest.mark.parametrize("options", [{"debug": True}, {"context_fn": lambda: None}])
-def test_s5_context_fn_and_debug_are_refused_by_the_reentrant_form(
+def test_context_fn_and_debug_are_refused_by_the_reentrant_form(
     options: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     refused = refusals(options | {"use_reentrant": True}, checkpoint)
@@ -163,14 +163,14 @@ def test_s5_context_fn_and_debug_are_refused_by_the_reentrant_form(
         assert refused[0] == refused[1]
 
 
-def test_s6_an_unknown_determinism_check_is_refused_with_the_known_ones(checkpoint: Checkpoint) -> None:
+def test_an_unknown_determinism_check_is_refused_with_the_known_ones(checkpoint: Checkpoint) -> None:
     theirs, ours = refusals({"determinism_check": "all"}, checkpoint, use_reentrant=False)
     assert "should be one of" in theirs
     assert ours == f"determinism_check should be one of {CHECKS}, but got all"
 
 
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
-def test_s6_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
+def test_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
     returns: str, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a bug in putting it together would be. The trainer recomputes then."""
@@ -185,9 +185,7 @@ def test_s6_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived(
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_s6_each_determinism_check_gives_the_same_gradients(
-    check: str, checkpoint: Checkpoint, session: Session
-) -> None:
+def test_each_determinism_check_gives_the_same_gradients(check: str, checkpoint: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         lstm, rrelu, (x, h) = nn.LSTM(WIDTH, WIDTH), nn.RReLU(), inputs()  # both save memory of undefined contents
         options = {} if checkpoint is plainly else {"determinism_check": check}
@@ -198,7 +196,7 @@ def test_s6_each_determinism_check_gives_the_same_gradients(
     assert session.report().remote == 1
 
 
-def test_s7_debug_with_a_context_of_the_callers_own_is_refused(checkpoint: Checkpoint) -> None:
+def test_debug_with_a_context_of_the_callers_own_is_refused(checkpoint: Checkpoint) -> None:
     refused = refusals({"debug": True, "context_fn": lambda: None}, checkpoint, use_reentrant=False)
     assert "incompatible with non-default context_fn" in refused[0]
     assert refused[0] == refused[1]
@@ -215,7 +213,7 @@ def refusals(options: dict[str, Any], checkpoint: Checkpoint, **more: Any) -> li
 
 
 @pytest.mark.parametrize("form", [list, lambda layers: nn.Sequential(*layers)])
-def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, returns: str) -> None:
+def test_the_last_chunk_of_a_sequence_is_not_checkpointed(form: Any, session: Session, returns: str) -> None:
     layers = [Counted() for _ in range(5)]
     counts = []
     for run in (partial(session.checkpoint_sequential, returns=returns), sequential_of_torch):
@@ -229,7 +227,7 @@ def test_s8_the_last_chunk_is_not_checkpointed(form: Any, session: Session, retu
     assert (segment.calls, segment.decisions) == (1, {Decision(returns): 1})
 
 
-def test_s8_chunks_on_the_worker(session: Session, returns: str) -> None:
+def test_chunks_of_a_sequence_run_on_the_worker(session: Session, returns: str) -> None:
     layers, (x, _) = nn.Sequential(*(Counted() for _ in range(6))), inputs()
     wanted = [x, *layers.parameters()]
     ours = torch.autograd.grad(session.checkpoint_sequential(layers, 3, x, returns=returns).sum(), wanted)
@@ -238,14 +236,14 @@ def test_s8_chunks_on_the_worker(session: Session, returns: str) -> None:
     assert differing(ours, torch.autograd.grad(layers(x).sum(), wanted)) == []
 
 
-def test_s8_more_segments_than_functions_are_a_clear_error(session: Session) -> None:
+def test_more_segments_than_functions_are_a_clear_error(session: Session) -> None:
     with pytest.raises(ValueError, match="segments=3 must be between 1 and the number of functions, 2"):
         session.checkpoint_sequential([torch.sin] * 2, 3, one())
     with pytest.raises(ValueError, match="must not be zero"):
         sequential_of_torch([torch.sin] * 2, 3, one(), use_reentrant=False)
 
 
-def test_s8_a_sequence_takes_no_keyword_arguments_but_options(session: Session) -> None:
+def test_a_sequence_takes_no_keyword_arguments_but_options(session: Session) -> None:
     ours = partial(session.checkpoint_sequential, returns="gradients", debug=False)
     for run in (ours, sequential_of_torch, partial(backhaul.checkpoint_sequential, session=session)):
         with pytest.raises(ValueError, match="^Unexpected keyword arguments: foo,bar$"):
@@ -256,7 +254,7 @@ def total(outputs: Iterable[Tensor]) -> Any:
     return sum(output.sum() for output in outputs)
 
 
-def test_s8_several_inputs_go_to_each_function(session: Session, returns: str) -> None:
+def test_several_inputs_go_to_each_function_of_a_sequence(session: Session, returns: str) -> None:
     functions = [lambda a, b: (a * b, a + b), lambda a, b: (a.sin(), b.cos()), lambda a, b: (b * a, a)] * 2
     x, y = inputs()[0], inputs()[0]
     expected = x, y
@@ -269,7 +267,7 @@ def test_s8_several_inputs_go_to_each_function(session: Session, returns: str) -
     assert (session.report().segments[0].calls, session.report().fallbacks) == (2, 0)
 
 
-def test_s8_one_input_that_is_a_tuple_stays_one(session: Session, returns: str) -> None:
+def test_one_input_of_a_sequence_that_is_a_tuple_stays_one(session: Session, returns: str) -> None:
     def fn(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         first, second = pair
         return first * second, second.sin()
@@ -282,7 +280,7 @@ def test_s8_one_input_that_is_a_tuple_stays_one(session: Session, returns: str) 
         assert differing(*gradients) == []
 
 
-def test_s8_as_a_function_of_the_module(session: Session) -> None:
+def test_checkpoint_sequential_as_a_function_of_the_module(session: Session) -> None:
     x, h = inputs()
     backhaul.checkpoint_sequential([torch.sin] * 2, 2, h, session=session, preserve_rng_state=False).sum().backward()
     assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().sin().sum(), x)[0])

@@ -32,7 +32,7 @@ def slope(x: Tensor) -> Tensor:
     return torch.autograd.grad(sines(x).sum(), x)[0]
 
 
-def test_s18_a_backward_is_one_recomputation(checkpoint: Checkpoint, session: Session) -> None:
+def test_a_backward_is_one_recomputation(checkpoint: Checkpoint, session: Session) -> None:
     x, _ = inputs()
     h = x
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_s18_a_backward_is_one_recomputation(checkpoint: Checkpoint, session: Se
     assert torch.equal(grad_of(x), torch.autograd.grad(sines(sines(sines(x))).sum(), x)[0])
 
 
-def test_s18_where_nothing_is_saved_nothing_is_recomputed_or_fetched(checkpoint: Checkpoint, session: Session) -> None:
+def test_where_nothing_is_saved_nothing_is_recomputed_or_fetched(checkpoint: Checkpoint, session: Session) -> None:
     x, _ = inputs()
     checkpoint(lambda x: (x + 1).neg(), x).sum().backward()
     assert torch.equal(grad_of(x), -torch.ones_like(x))
@@ -51,7 +51,7 @@ def test_s18_where_nothing_is_saved_nothing_is_recomputed_or_fetched(checkpoint:
     assert session.report().down_bytes == 0
 
 
-def test_s19_a_second_backward_recomputes_again(checkpoint: Checkpoint, session: Session) -> None:
+def test_a_second_backward_recomputes_again(checkpoint: Checkpoint, session: Session) -> None:
     x, _ = inputs()
     y = checkpoint(sines, x)
     y.sum().backward(retain_graph=True)
@@ -62,7 +62,7 @@ def test_s19_a_second_backward_recomputes_again(checkpoint: Checkpoint, session:
     assert recomputations(session) == 2
 
 
-def test_s19_without_retain_graph_it_is_torchs_error(anywhere: Checkpoint) -> None:
+def test_without_retain_graph_it_is_torchs_error(anywhere: Checkpoint) -> None:
     for call in (torch_checkpoint, anywhere):
         y = call(sines, inputs()[0])
         y.sum().backward()
@@ -74,7 +74,7 @@ def two(x: Tensor) -> tuple[Tensor, Tensor]:
     return sines(x), x.cos().exp()
 
 
-def test_s20_two_outputs_and_two_backwards_are_two_recomputations(checkpoint: Checkpoint, session: Session) -> None:
+def test_two_outputs_and_two_backwards_are_two_recomputations(checkpoint: Checkpoint, session: Session) -> None:
     x, _ = inputs()
     first, second = checkpoint(two, x)
     first.sum().backward(retain_graph=True)
@@ -84,7 +84,9 @@ def test_s20_two_outputs_and_two_backwards_are_two_recomputations(checkpoint: Ch
     assert torch.equal(grad_of(x), slope(x) + torch.autograd.grad(x.cos().exp().sum(), x)[0])
 
 
-def test_s20_inside_one_group_they_are_one(checkpoint: Checkpoint, session: Session, returns: str) -> None:
+def test_two_backwards_in_one_group_are_one_recomputation(
+    checkpoint: Checkpoint, session: Session, returns: str
+) -> None:
     for call in (torch_checkpoint, checkpoint):
         calls = 0
 
@@ -103,7 +105,7 @@ def test_s20_inside_one_group_they_are_one(checkpoint: Checkpoint, session: Sess
     assert recomputations(session) == (1 if returns == "activations" else 2)
 
 
-def test_s20_two_groups_are_two(session: Session) -> None:
+def test_two_backwards_in_two_groups_are_two_recomputations(session: Session) -> None:
     x, _ = inputs()
     y = session.checkpoint(sines, x, returns="activations")
     for _ in range(2):
@@ -113,7 +115,7 @@ def test_s20_two_groups_are_two(session: Session) -> None:
     assert recomputations(session) == 2
 
 
-def test_s20_nested_groups_are_torchs_error(checkpoint: Checkpoint) -> None:
+def test_nested_groups_are_torchs_error(checkpoint: Checkpoint) -> None:
     y = checkpoint(sines, inputs()[0])
     with GraphExecGroup():
         with pytest.raises(RuntimeError, match="GraphExecGroup contexts cannot be nested"), GraphExecGroup():
@@ -121,7 +123,7 @@ def test_s20_nested_groups_are_torchs_error(checkpoint: Checkpoint) -> None:
         y.sum().backward()
 
 
-def test_s20_overlapping_backwards_in_a_group_are_torchs_error(session: Session) -> None:
+def test_overlapping_backwards_in_a_group_are_torchs_error(session: Session) -> None:
     said = []
     for call in (torch_checkpoint, session.checkpoint):
         options = {} if call is torch_checkpoint else {"returns": "activations"}
@@ -135,7 +137,7 @@ def test_s20_overlapping_backwards_in_a_group_are_torchs_error(session: Session)
     assert "Performing two backward calls that overlap" in said[1]
 
 
-def test_s21_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint) -> None:
+def test_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(2, WIDTH, requires_grad=True)
         first, second, _unused = checkpoint(lambda h, y: (linear(h).sin(), (h * y).sin(), h.exp().exp()), h, y)
@@ -150,7 +152,7 @@ def test_s21_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint)
     same(case, anywhere)
 
 
-def test_s21_backward_from_another_thread(anywhere: Checkpoint) -> None:
+def test_backward_from_another_thread(anywhere: Checkpoint) -> None:
     x, _ = inputs()
     thread = threading.Thread(target=anywhere(sines, x).sum().backward)
     thread.start()
@@ -161,7 +163,7 @@ def test_s21_backward_from_another_thread(anywhere: Checkpoint) -> None:
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad\\(\\)"
 
 
-def test_s21_the_reentrant_form_refuses_grad_and_inputs(anywhere: Checkpoint) -> None:
+def test_the_reentrant_form_refuses_grad_and_inputs(anywhere: Checkpoint) -> None:
     for call in (checkpoint_of_torch, anywhere):
         x, _ = inputs()
         y = call(sines, x, use_reentrant=True)
@@ -174,7 +176,7 @@ def test_s21_the_reentrant_form_refuses_grad_and_inputs(anywhere: Checkpoint) ->
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])
-def test_s22_recomputed_tensors_are_freed_as_they_are_unpacked(
+def test_recomputed_tensors_are_freed_as_they_are_unpacked(
     retain_graph: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unpacked: list[Any] = []
@@ -218,7 +220,7 @@ SINE = "aten.sin.default"
         (False, True, False),
     ],
 )
-def test_s23_early_stop_ends_with_the_last_save(
+def test_early_stop_ends_with_the_last_save(
     option: bool, globally: bool | None, whole: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs = recorded_ops(session, monkeypatch)
@@ -239,7 +241,7 @@ def test_s23_early_stop_ends_with_the_last_save(
     assert programs == [[SINE, SINE, "aten.add.Tensor", "aten.neg.default"] if whole else [SINE, SINE]]
 
 
-def test_s23_it_is_read_at_forward_time(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_early_stop_is_read_at_forward_time(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = recorded_ops(session, monkeypatch)
     x, _ = inputs()
     y = session.checkpoint(lambda x: x.sin().sin().neg(), x, returns="activations")
@@ -248,14 +250,14 @@ def test_s23_it_is_read_at_forward_time(session: Session, monkeypatch: pytest.Mo
     assert programs == [[SINE, SINE]]
 
 
-def test_s23_gradients_need_the_whole_forward(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_need_the_whole_forward(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = recorded_ops(session, monkeypatch)
     x, _ = inputs()
     session.checkpoint(lambda x: x.sin().neg(), x, returns="gradients").sum().backward()
     assert programs == [[SINE, "aten.neg.default"]]
 
 
-def test_s24_nested_calls_belong_to_the_outermost(anywhere: Checkpoint, session: Session) -> None:
+def test_nested_calls_belong_to_the_outermost(anywhere: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         layers, (x, h) = [nn.Linear(WIDTH, WIDTH) for _ in range(3)], inputs()
 
@@ -276,7 +278,7 @@ def test_s24_nested_calls_belong_to_the_outermost(anywhere: Checkpoint, session:
     assert segment.calls == 1
 
 
-def test_s25_grad_inside_fn(anywhere: Checkpoint) -> None:
+def test_grad_inside_fn(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
@@ -291,7 +293,7 @@ def test_s25_grad_inside_fn(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s25_grad_inside_fn_of_the_reentrant_form(anywhere: Checkpoint) -> None:
+def test_grad_inside_fn_of_the_reentrant_form(anywhere: Checkpoint) -> None:
     def fn(x: Tensor) -> Tensor:
         y = x.sin().exp()
         (gradient,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -302,7 +304,7 @@ def test_s25_grad_inside_fn_of_the_reentrant_form(anywhere: Checkpoint) -> None:
     assert torch.equal(grad_of(x), torch.autograd.grad(fn(x).sum(), x)[0])
 
 
-def test_s26_hooks_of_parameters_fire_once_per_backward(anywhere: Checkpoint) -> None:
+def test_hooks_of_parameters_fire_once_per_backward(anywhere: Checkpoint) -> None:
     layer, (x, _) = Counted(), inputs()
     fired: list[Tensor] = []
     layer.linear.weight.register_post_accumulate_grad_hook(lambda p: fired.append(p.grad.clone()))
@@ -312,7 +314,7 @@ def test_s26_hooks_of_parameters_fire_once_per_backward(anywhere: Checkpoint) ->
     assert torch.equal(fired[1], fired[0] + fired[0])
 
 
-def test_s26_forward_hooks_fire_once(anywhere: Checkpoint) -> None:
+def test_forward_hooks_fire_once(anywhere: Checkpoint) -> None:
     assert hooks_fired(anywhere) == ["hook"]
     assert hooks_fired(torch_checkpoint) == ["hook", "hook"]
 
@@ -325,7 +327,7 @@ def hooks_fired(checkpoint: Checkpoint) -> list[str]:
     return fired
 
 
-def test_s27_exceptions_of_recomputation_reach_the_caller(session: Session) -> None:
+def test_exceptions_of_recomputation_reach_the_caller(session: Session) -> None:
     class OwnError(Exception):
         pass
 
@@ -342,7 +344,7 @@ def test_s27_exceptions_of_recomputation_reach_the_caller(session: Session) -> N
         assert caught.value is error
 
 
-def test_s29_none_stays_none_and_dtypes_are_the_arguments(anywhere: Checkpoint) -> None:
+def test_gradients_have_the_dtypes_of_the_arguments_and_none_stays_none(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
         leaves = [torch.randn(2, WIDTH, dtype=dtype, requires_grad=True) for dtype in dtypes]
@@ -355,7 +357,7 @@ def test_s29_none_stays_none_and_dtypes_are_the_arguments(anywhere: Checkpoint) 
     same(case, anywhere)
 
 
-def test_s29_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint) -> None:
+def test_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         c = torch.randn(2, WIDTH)
@@ -374,7 +376,7 @@ def test_s29_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint
     same(case, anywhere)
 
 
-def test_s29_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(anywhere: Checkpoint) -> None:
+def test_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x = torch.randn(4, WIDTH, requires_grad=True)
         checkpoint(lambda a, b, whole: ((a * b).sin() * whole[1:3]).exp(), x[:2], x[2:], x).sum().backward()
@@ -383,7 +385,7 @@ def test_s29_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(a
     same(case, anywhere)
 
 
-def test_s18_who_recomputed_is_who_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:
+def test_who_recomputed_is_who_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:
     x, _ = inputs()
     checkpoint(sines, x).sum().backward()
     assert session.report().segments[0].decisions == {Decision(returns): 1}

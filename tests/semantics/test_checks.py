@@ -41,7 +41,7 @@ def mismatch(session: Session, fn: Step = unseen, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(("count", "change"), [(2, "fewer"), (4, "more")])
-def test_s34_fewer_or_more_tensors_on_recomputation(
+def test_fewer_or_more_tensors_on_recomputation(
     count: int, change: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digests = vars(Replay)["saved_digests"].fget
@@ -58,7 +58,7 @@ def test_s34_fewer_or_more_tensors_on_recomputation(
 
 
 @pytest.mark.parametrize("check", DETERMINISM_CHECKS)
-def test_s34_other_values_are_not_let_through_whatever_the_determinism_check(
+def test_other_values_are_not_let_through_whatever_the_determinism_check(
     check: str, session: Session, returns: str
 ) -> None:
     error = mismatch(session, returns=returns, determinism_check=check)
@@ -69,7 +69,7 @@ def test_s34_other_values_are_not_let_through_whatever_the_determinism_check(
 
 
 @pytest.mark.parametrize("by_setting", [False, True])
-def test_s35_debug_shows_the_operators_of_both_runs(by_setting: bool, session: Session) -> None:
+def test_debug_shows_the_operators_of_both_runs(by_setting: bool, session: Session) -> None:
     with torchs.set_checkpoint_debug_enabled(True if by_setting else None):
         error = mismatch(session, debug=not by_setting)
     assert isinstance(error.__cause__, CheckpointError)
@@ -81,20 +81,20 @@ def test_s35_debug_shows_the_operators_of_both_runs(by_setting: bool, session: S
         assert any(f"aten.{op}.default" in line for line in in_recomputation)
 
 
-def test_s35_the_setting_turns_it_off_too(session: Session) -> None:
+def test_the_setting_turns_debug_off_too(session: Session) -> None:
     with torchs.set_checkpoint_debug_enabled(False):
         error = mismatch(session, debug=True)
     assert error.__cause__ is None
 
 
-def test_s35_debug_recomputes_on_the_trainer_and_gives_the_same_gradients(session: Session, returns: str) -> None:
+def test_debug_recomputes_on_the_trainer_and_gives_the_same_gradients(session: Session, returns: str) -> None:
     x, _ = inputs()
     session.checkpoint(lambda x: x.sin().exp(), x, debug=True, returns=returns).sum().backward()
     assert torch.equal(grad_of(x), torch.autograd.grad(x.sin().exp().sum(), x)[0])
     assert session.report().segments[0].decisions == {Decision.TRAINER: 1}
 
 
-def test_s35_debug_by_setting_with_a_context_of_the_callers_own_is_refused(checkpoint: Checkpoint) -> None:
+def test_debug_by_setting_with_a_context_of_the_callers_own_is_refused(checkpoint: Checkpoint) -> None:
     for call in (torch_checkpoint, checkpoint):
         with (
             torchs.set_checkpoint_debug_enabled(True),
@@ -103,7 +103,7 @@ def test_s35_debug_by_setting_with_a_context_of_the_callers_own_is_refused(check
             call(torch.sin, inputs()[0], context_fn=lambda: None)
 
 
-def test_s36_a_checkpoint_error_is_a_runtime_error_and_torchs() -> None:
+def test_a_checkpoint_error_is_a_runtime_error_and_torchs() -> None:
     assert issubclass(CheckpointError, RuntimeError)
     assert issubclass(CheckpointError, torchs.CheckpointError)
     assert issubclass(CheckpointError, backhaul.BackhaulError)
@@ -164,26 +164,26 @@ TWO_PRODUCTS = 2 * WEIGHTS * WEIGHTS * 4
 
 
 @pytest.mark.parametrize("policy", KEPT)
-def test_s37_what_the_policy_keeps_does_not_come_back(policy: str, session: Session) -> None:
+def test_what_the_policy_keeps_does_not_come_back(policy: str, session: Session) -> None:
     whole = down_bytes(session, "activations")
     kept = down_bytes(session, "activations", context_fn=selective(KEPT[policy]))
     assert whole - kept > 0.95 * TWO_PRODUCTS
 
 
 @pytest.mark.parametrize("asked", ["gradients", "auto"])
-def test_s37_a_policy_means_activations(asked: str, session: Session) -> None:
+def test_a_policy_means_activations(asked: str, session: Session) -> None:
     whole = down_bytes(session, "activations")
     assert whole - down_bytes(session, asked, context_fn=selective([MM])) > 0.95 * TWO_PRODUCTS
 
 
 @pytest.mark.parametrize("policy", NOT_KEPT)
-def test_s37_what_it_does_not_keep_comes_back(policy: str, session: Session) -> None:
+def test_what_the_policy_does_not_keep_comes_back(policy: str, session: Session) -> None:
     whole = down_bytes(session, "activations")
     returned_bytes = down_bytes(session, "auto", context_fn=selective(NOT_KEPT[policy]))
     assert abs(returned_bytes - whole) < 0.05 * whole
 
 
-def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Checkpoint) -> None:
+def test_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Checkpoint) -> None:
     asked: dict[Checkpoint, list[str]] = {}
     for call in (torch_checkpoint, checkpoint):
         seen = asked[call] = []
@@ -205,7 +205,7 @@ def test_s37_the_policy_is_asked_about_each_op_in_forward_alone(checkpoint: Chec
     assert ours == theirs
 
 
-def test_s37_offloaded_tensors_are_copies_of_their_own(session: Session) -> None:
+def test_offloaded_tensors_are_copies_of_their_own(session: Session) -> None:
     x, w = operands()
     packed: list[Tensor] = []
     outputs: list[Tensor] = []
@@ -227,7 +227,7 @@ def test_s37_offloaded_tensors_are_copies_of_their_own(session: Session) -> None
 
 
 @pytest.mark.parametrize("policy", [torch.ops.aten.mm, "mm"])
-def test_s37_bad_lists_are_torchs_errors(policy: Any, checkpoint: Checkpoint) -> None:
+def test_bad_lists_of_a_policy_are_torchs_errors(policy: Any, checkpoint: Checkpoint) -> None:
     for call in (torch_checkpoint, checkpoint):
         with pytest.raises(ValueError, match="Expected op in `op_list` to be an OpOverload"):
             call(products, *operands(), context_fn=selective([policy]))
@@ -241,14 +241,14 @@ def mutates(x: Tensor) -> Tensor:
     return kept.exp().cos()
 
 
-def test_s37_a_kept_tensor_that_is_mutated_is_torchs_error(checkpoint: Checkpoint) -> None:
+def test_a_kept_tensor_that_is_mutated_is_torchs_error(checkpoint: Checkpoint) -> None:
     for call in (torch_checkpoint, checkpoint):
         y = call(mutates, inputs()[0], context_fn=selective([SIN]))
         with pytest.raises(RuntimeError, match="Tensor cached during selective activation checkpoint has been mutated"):
             y.sum().backward()
 
 
-def test_s37_unless_that_is_allowed(checkpoint: Checkpoint) -> None:
+def test_a_kept_tensor_may_be_mutated_if_that_is_allowed(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, _ = inputs()
         options = {"context_fn": selective([SIN], allow_cache_entry_mutation=True)}
@@ -258,7 +258,7 @@ def test_s37_unless_that_is_allowed(checkpoint: Checkpoint) -> None:
     same(case, checkpoint)
 
 
-def test_s37_what_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> None:
+def test_a_mutation_that_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> None:
     def fn(x: Tensor) -> Tensor:
         kept = x.sin()
         y = kept.cos()
@@ -271,7 +271,7 @@ def test_s37_what_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> 
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.MUST_SAVE])
-def test_s37_everything_is_kept(policy: CheckpointPolicy, checkpoint: Checkpoint) -> None:
+def test_a_policy_may_keep_everything(policy: CheckpointPolicy, checkpoint: Checkpoint) -> None:
     """Copying to the host is no write of the function's, and what is expanded comes back so."""
 
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
@@ -287,7 +287,7 @@ def test_s37_everything_is_kept(policy: CheckpointPolicy, checkpoint: Checkpoint
     same(case, checkpoint)
 
 
-def test_s37_sparse_tensors_are_not_kept(checkpoint: Checkpoint) -> None:
+def test_a_policy_keeps_no_sparse_tensors(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         matrix, (x, w) = torch.eye(WEIGHTS).to_sparse(), operands()
         options = {"context_fn": selective(lambda *_, **__: CheckpointPolicy.MUST_SAVE)}
@@ -298,7 +298,7 @@ def test_s37_sparse_tensors_are_not_kept(checkpoint: Checkpoint) -> None:
     same(case, checkpoint)
 
 
-def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
+def test_a_second_backward_under_a_policy_works(checkpoint: Checkpoint) -> None:
     x, w = operands()
     y = checkpoint(products, x, w, context_fn=selective([MM]))
     y.sum().backward(retain_graph=True)
@@ -312,7 +312,7 @@ def test_s37_a_second_backward_works(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("custom", [False, True], ids=["program", "kept from a custom function on"])
-def test_s37_what_must_be_saved_does_not_run_again_on_the_trainer(custom: bool, session: Session) -> None:
+def test_what_a_policy_must_save_does_not_run_again_on_the_trainer(custom: bool, session: Session) -> None:
     session.close()
     ran = []
     for call in (torch_checkpoint, session.checkpoint):
@@ -369,7 +369,7 @@ def with_a_kept_result_that_is_written_to(checkpoint: Checkpoint) -> list[Tensor
 @pytest.mark.parametrize(
     "case", [with_a_cast_from_before, with_an_op_that_fails, with_a_kept_result_that_is_written_to]
 )
-def test_s37_where_kept_results_do_not_fit_the_ops_run_again(case: Any, session: Session) -> None:
+def test_where_kept_results_do_not_fit_the_ops_run_again(case: Any, session: Session) -> None:
     def without_policy(fn: Step, x: Tensor, context_fn: object) -> Tensor:
         return fn(x)
 
@@ -397,7 +397,7 @@ class Entered:
         Entered.scale = 1.0
 
 
-def test_s37_contexts_of_the_callers_own_are_entered_once_each(session: Session, returns: str) -> None:
+def test_contexts_of_the_callers_own_are_entered_once_each(session: Session, returns: str) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         forward, recomputation, calls = Entered(), Entered(2.0), []
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
@@ -431,7 +431,7 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("saved_here", [False, True], ids=["recomputed", "kept"])
-def test_s37_dispatch_modes_see_the_functions_ops_alone(saved_here: bool, session: Session) -> None:
+def test_dispatch_modes_see_the_functions_ops_alone(saved_here: bool, session: Session) -> None:
     """As under torch's checkpoint, which detaches what a recomputation saves. Nothing is recomputed of what is kept."""
     seen = []
     for call in (torch_checkpoint, session.checkpoint):

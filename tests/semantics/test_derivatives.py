@@ -22,7 +22,7 @@ from support.calls import (
 )
 
 
-def test_s21_double_backward(anywhere: Checkpoint) -> None:
+def test_double_backward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
         y = checkpoint(lambda x: linear(x).sin().tanh(), x)
@@ -47,7 +47,7 @@ def double_backward(checkpoint: Checkpoint, fn: Callable[[Tensor], Tensor]) -> l
     return [gradient.detach(), grad_of(x)]
 
 
-def test_s21_double_backward_of_a_loss_that_is_not_linear(anywhere: Checkpoint) -> None:
+def test_double_backward_of_a_loss_that_is_not_linear(anywhere: Checkpoint) -> None:
     """The output itself is used in the gradient. With gradients two graphs lead from there to the segment's inputs."""
 
     def case(checkpoint: Checkpoint) -> list[Tensor]:
@@ -68,7 +68,7 @@ def test_s21_double_backward_of_a_loss_that_is_not_linear(anywhere: Checkpoint) 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_s21_third_derivatives(anywhere: Checkpoint) -> None:
+def test_third_derivatives(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, _ = inputs()
         derivatives = [checkpoint(lambda x: x.sin().exp(), x)]
@@ -83,7 +83,7 @@ def test_s21_third_derivatives(anywhere: Checkpoint) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # see above
 
 
-def test_s21_double_backward_on_the_trainer_is_what_strict_forbids(session: Session) -> None:
+def test_double_backward_on_the_trainer_is_what_strict_forbids(session: Session) -> None:
     x, _ = inputs()
     y = session.checkpoint(sines, x, returns="gradients", strict=True)
     with pytest.raises(NotRemoteError, match="create_graph=True needs the graph"):
@@ -94,7 +94,7 @@ def dropped(x: Tensor, linear: nn.Module) -> Tensor:
     return nn.functional.dropout(linear(x), 0.5).sin()
 
 
-def test_s21_batched_gradients(anywhere: Checkpoint) -> None:
+def test_batched_gradients(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         y = checkpoint(dropped, h, linear)
@@ -105,7 +105,7 @@ def test_s21_batched_gradients(anywhere: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("name", ["jacobian", "hessian"])
-def test_s21_vectorized_derivatives(name: str, anywhere: Checkpoint) -> None:
+def test_vectorized_derivatives(name: str, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear = nn.Linear(WIDTH, WIDTH)
         summed = (lambda y: y) if name == "jacobian" else torch.sum
@@ -115,7 +115,7 @@ def test_s21_vectorized_derivatives(name: str, anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s21_gradients_batched_by_torch_func(anywhere: Checkpoint) -> None:
+def test_gradients_batched_by_torch_func(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         y = checkpoint(dropped, h, linear)
@@ -135,7 +135,7 @@ REVERSE: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", REVERSE)
-def test_s28_reverse_transforms_are_torchs_error(transform: str, checkpoint: Checkpoint) -> None:
+def test_reverse_transforms_are_torchs_error(transform: str, checkpoint: Checkpoint) -> None:
     said = []
     for call in (torch_checkpoint, checkpoint):
         with pytest.raises(RuntimeError) as caught:
@@ -163,7 +163,7 @@ FORWARD: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Ten
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("transform", FORWARD)
-def test_s28_forward_transforms_run_fn_plainly(transform: str, checkpoint: Checkpoint, session: Session) -> None:
+def test_forward_transforms_run_fn_plainly(transform: str, checkpoint: Checkpoint, session: Session) -> None:
     x = torch.randn(3)
     expected = FORWARD[transform](sines)(x)
     if not SAVES_BY_CUSTOM_FUNCTION:

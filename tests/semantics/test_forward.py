@@ -32,7 +32,7 @@ pytree.register_dataclass(Batch)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_s9_without_gradients_fn_runs_once_and_nothing_is_sent(
+def test_without_gradients_fn_runs_once_and_nothing_is_sent(
     mode: Any, checkpoint: Checkpoint, session: Session
 ) -> None:
     layer, x = Counted(), torch.randn(2, WIDTH)
@@ -45,7 +45,7 @@ def test_s9_without_gradients_fn_runs_once_and_nothing_is_sent(
     assert session.report().segments == ()
 
 
-def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint) -> None:
+def test_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint) -> None:
     calls: list[object] = []
     marker = object()
 
@@ -70,7 +70,7 @@ def test_s10_fn_is_called_once_and_returns_what_it_returned(anywhere: Checkpoint
     assert differing(*gradients) == []
 
 
-def test_s10_an_output_keeps_attributes_that_fn_has_set(anywhere: Checkpoint) -> None:
+def test_an_output_keeps_attributes_that_fn_has_set(anywhere: Checkpoint) -> None:
     def fn(h: Tensor) -> Any:
         y: Any = h.sin()
         y.tag, y.norm = "mine", h.detach().norm()
@@ -83,7 +83,7 @@ def test_s10_an_output_keeps_attributes_that_fn_has_set(anywhere: Checkpoint) ->
     assert vars(doubled) == {}
 
 
-def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
+def test_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
     (_, h), mask = inputs(), torch.ones(3)
     returned = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
     assert returned[0] is h
@@ -91,13 +91,13 @@ def test_s10_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoin
 
 
 @pytest.mark.parametrize("container", [{"depth": 3}, [3], {"mask": torch.ones(3)}], ids=["dict", "list", "tensors"])
-def test_s10_a_container_that_is_returned_is_the_same_object(container: Any, anywhere: Checkpoint) -> None:
+def test_a_container_that_is_returned_is_the_same_object(container: Any, anywhere: Checkpoint) -> None:
     (_, h), read = inputs(), bool
     returned = anywhere(lambda h, container: (h.sin(), container), h, container)[1]
     assert read(returned is container)  # a bool: pytest would keep what it explains
 
 
-def test_s11_gradients_of_parameters_alone(anywhere: Checkpoint) -> None:
+def test_only_parameters_need_gradients(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear = nn.Linear(WIDTH, WIDTH)
         checkpoint(lambda x: linear(x).sin(), torch.randn(2, WIDTH)).sum().backward()
@@ -106,7 +106,7 @@ def test_s11_gradients_of_parameters_alone(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s11_the_reentrant_form_warns_and_gives_none(checkpoint: Checkpoint) -> None:
+def test_the_reentrant_form_warns_and_gives_parameters_alone_none(checkpoint: Checkpoint) -> None:
     linear = nn.Linear(WIDTH, WIDTH)
     for call in (checkpoint_of_torch, checkpoint):
         with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True. Gradients will be None"):
@@ -114,7 +114,7 @@ def test_s11_the_reentrant_form_warns_and_gives_none(checkpoint: Checkpoint) -> 
         assert not y.requires_grad
 
 
-def test_s12_nested_tensors_and_keyword_arguments_get_gradients(anywhere: Checkpoint) -> None:
+def test_nested_tensors_and_keyword_arguments_get_gradients(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         leaves = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(5)]
         a, b, c, d, e = (leaf * 1 for leaf in leaves)
@@ -150,7 +150,7 @@ def product(h: Tensor, c: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("write", WRITES.values())
-def test_s13_torch_refuses_a_positional_argument_that_was_changed_in_place(write: Callable[[Tensor], object]) -> None:
+def test_torch_refuses_a_positional_argument_that_was_changed_in_place(write: Callable[[Tensor], object]) -> None:
     _, h = inputs()
     c = torch.randn(2, WIDTH)
     y = torch_checkpoint(product, h, c)
@@ -160,7 +160,7 @@ def test_s13_torch_refuses_a_positional_argument_that_was_changed_in_place(write
 
 
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_s13_the_value_in_forward_is_used_of_an_argument_without_gradient(way: str, anywhere: Checkpoint) -> None:
+def test_the_value_in_forward_is_used_of_an_argument_without_gradient(way: str, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         gradients: list[Tensor | None] = []
         for write in (WRITES | UNSEEN).values():
@@ -177,7 +177,7 @@ def test_s13_the_value_in_forward_is_used_of_an_argument_without_gradient(way: s
 
 
 @pytest.mark.parametrize("is_argument", [True, False])
-def test_s13_a_cache_that_later_segments_write_to(is_argument: bool, anywhere: Checkpoint) -> None:
+def test_a_cache_that_later_segments_write_to(is_argument: bool, anywhere: Checkpoint) -> None:
     """A preallocated cache of keys, of which a segment reads only rows that are not written again."""
 
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
@@ -199,7 +199,7 @@ def test_s13_a_cache_that_later_segments_write_to(is_argument: bool, anywhere: C
     same(case, anywhere)
 
 
-def test_s13_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpoint) -> None:
+def test_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpoint) -> None:
     _, h = inputs()
     y = anywhere(lambda h: h.sin().sin(), h)
     h.mul_(2)
@@ -207,7 +207,7 @@ def test_s13_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpo
         y.sum().backward()
 
 
-def test_s13_what_fn_itself_writes_is_not_meant(anywhere: Checkpoint) -> None:
+def test_an_argument_that_fn_itself_writes_to(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         c = torch.randn(2, WIDTH)
@@ -217,7 +217,7 @@ def test_s13_what_fn_itself_writes_is_not_meant(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s14_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> None:
+def test_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         with torch.autograd.graph.save_on_cpu():
@@ -228,7 +228,7 @@ def test_s14_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> N
     same(case, anywhere)
 
 
-def test_s14_they_see_nothing_of_the_segment(session: Session) -> None:
+def test_ambient_hooks_see_nothing_of_the_segment(session: Session) -> None:
     x, h = inputs()
     seen: list[str] = []
 
@@ -247,7 +247,7 @@ class OwnError(Exception):
     pass
 
 
-def test_s15_an_exception_of_fn_leaves_as_it_is(anywhere: Checkpoint) -> None:
+def test_an_exception_of_fn_leaves_as_it_is(anywhere: Checkpoint) -> None:
     error = OwnError("why")
 
     def fn(h: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ def test_s15_an_exception_of_fn_leaves_as_it_is(anywhere: Checkpoint) -> None:
     assert torch.equal(grad_of(x), x.cos())
 
 
-def test_s15_a_context_that_swallows_an_exception_is_torchs_error(checkpoint: Checkpoint) -> None:
+def test_a_context_that_swallows_an_exception_is_torchs_error(checkpoint: Checkpoint) -> None:
     def fn(h: Tensor) -> Tensor:
         raise OwnError
 
@@ -272,7 +272,7 @@ def test_s15_a_context_that_swallows_an_exception_is_torchs_error(checkpoint: Ch
             call(fn, one(), context_fn=contexts)
 
 
-def test_s15_an_exception_leaves_a_context_that_lets_it(checkpoint: Checkpoint) -> None:
+def test_an_exception_leaves_a_context_that_lets_it_through(checkpoint: Checkpoint) -> None:
     def fn(h: Tensor) -> Tensor:
         raise OwnError
 
@@ -286,9 +286,7 @@ def first_use_of_the_device(x: Tensor) -> Tensor:
     return x.sin()
 
 
-def test_s16_a_device_first_used_inside_fn_is_torchs_error(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_first_used_inside_fn_is_torchs_error(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (torch_checkpoint, checkpoint):
         with (
             monkeypatch.context() as patch,
@@ -299,7 +297,9 @@ def test_s16_a_device_first_used_inside_fn_is_torchs_error(
             call(first_use_of_the_device, one())
 
 
-def test_s16_not_where_random_state_is_not_preserved(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_may_be_first_used_inside_fn_if_random_state_is_not_preserved(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for call in (torch_checkpoint, checkpoint):
         with monkeypatch.context() as patch:
             patch.setattr(torch.cuda, "_initialized", False)
@@ -307,7 +307,7 @@ def test_s16_not_where_random_state_is_not_preserved(checkpoint: Checkpoint, mon
         assert torch.equal(y, one().sin())
 
 
-def test_s17_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
+def test_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         y = checkpoint(lambda h: (nn.functional.dropout(h, 0.5) * torch.rand(WIDTH)).sin(), h)
@@ -319,7 +319,7 @@ def test_s17_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two kinds of devices")
-def test_s17_of_the_devices_of_all_arguments(anywhere: Checkpoint) -> None:
+def test_the_random_states_of_the_devices_of_all_arguments_are_taken(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x = torch.randn(WIDTH, requires_grad=True)
         z = torch.randn(WIDTH, device="cuda", requires_grad=True)

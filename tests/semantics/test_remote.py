@@ -20,7 +20,7 @@ from support.calls import WIDTH, TimesOne, inputs, memory_of, nodes_behind, same
 from support.processes import WorkerProcess
 
 
-def test_s38_no_interior_is_left_on_the_trainer(session: Session) -> None:
+def test_no_interior_is_left_on_the_trainer(session: Session) -> None:
     interior: list[StorageWeakRef] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def test_s38_no_interior_is_left_on_the_trainer(session: Session) -> None:
     assert torch.equal(grad_of(x), torch.autograd.grad(fn(x).sum(), x)[0])
 
 
-def test_s38_activations_leave_nodes_but_no_tensors(session: Session) -> None:
+def test_activations_leave_nodes_but_no_tensors(session: Session) -> None:
     interior: list[StorageWeakRef] = []
 
     def fn(x: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ INTERIORS = [hooked_tensor, hooked_node, prehooked_node, custom]
 
 
 @pytest.mark.parametrize("fn", INTERIORS)
-def test_s38_what_needs_the_interior_gets_it(fn: Callable[[Tensor], Tensor], session: Session) -> None:
+def test_what_needs_the_interior_gets_it(fn: Callable[[Tensor], Tensor], session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         checkpoint(fn, h).sum().backward()
@@ -89,7 +89,7 @@ def test_s38_what_needs_the_interior_gets_it(fn: Callable[[Tensor], Tensor], ses
     assert Decision.GRADIENTS not in session.report().segments[0].decisions
 
 
-def test_s38_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> None:
+def test_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         (x, h), kept = inputs(), []
 
@@ -105,7 +105,7 @@ def test_s38_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> 
     same(case, anywhere)
 
 
-def test_s39_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
+def test_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         parameter = nn.Parameter(torch.randn(WIDTH))
         leaf = torch.randn(WIDTH, requires_grad=True)
@@ -118,7 +118,7 @@ def test_s39_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s39_captured_tensors_alone(anywhere: Checkpoint) -> None:
+def test_only_captured_tensors_need_gradients(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         leaf = torch.randn(WIDTH, requires_grad=True)
         checkpoint(lambda: leaf.sin().exp()).sum().backward()
@@ -131,7 +131,7 @@ CHECKS = ["none", "values"]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_s40_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpoint, session: Session) -> None:
+def test_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         if checkpoint is plainly:
@@ -148,7 +148,7 @@ def test_s40_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpo
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_s40_values_are_verified_before_a_gradient_is_delivered(check: str, session: Session) -> None:
+def test_values_are_verified_before_a_gradient_is_delivered(check: str, session: Session) -> None:
     x, _ = inputs()
     hidden: list[Tensor] = []
     x.register_hook(hidden.append)
@@ -182,7 +182,7 @@ class Altered:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_s40_a_worker_with_other_values_is_not_believed(
+def test_a_worker_with_other_values_is_not_believed(
     check: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save = session._dispatcher.save
@@ -238,7 +238,7 @@ def a_graph_that_was_retained(checkpoint: Checkpoint) -> None:
 @pytest.mark.parametrize(
     "use", [forward_alone, an_exception_between, an_exception_inside, a_dropped_output, a_graph_that_was_retained]
 )
-def test_s41_what_the_worker_has_is_released_at_once(
+def test_what_the_worker_has_is_released_at_once(
     use: Callable[[Checkpoint], None], checkpoint: Checkpoint, session: Session, worker: WorkerProcess
 ) -> None:
     use(checkpoint)
@@ -247,7 +247,9 @@ def test_s41_what_the_worker_has_is_released_at_once(
     assert worker.telemetry().memory.segment_bytes == 0
 
 
-def test_s41_not_before_the_output_is_dropped(checkpoint: Checkpoint, session: Session, worker: WorkerProcess) -> None:
+def test_what_the_worker_has_is_not_released_before_the_output_is_dropped(
+    checkpoint: Checkpoint, session: Session, worker: WorkerProcess
+) -> None:
     y = checkpoint(lambda x: x.sin().exp(), inputs()[0])
     settle(session)
     assert remaining(worker) >= 1
@@ -257,7 +259,7 @@ def test_s41_not_before_the_output_is_dropped(checkpoint: Checkpoint, session: S
 
 
 @pytest.mark.slow
-def test_s41_within_the_lease_where_the_trainer_died() -> None:
+def test_what_the_worker_has_is_released_within_the_lease_of_a_dead_trainer() -> None:
     code = (
         "import os, signal, torch, backhaul\n"
         "session = backhaul.connect(input())\n"

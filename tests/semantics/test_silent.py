@@ -62,7 +62,7 @@ def double(*tensors: Tensor) -> None:
         tensor.mul_(2)
 
 
-def test_case_a_a_parameter_written_in_place_after_forward(anywhere: Checkpoint) -> None:
+def test_a_parameter_written_in_place_after_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         block, (x, h) = Block(), inputs()
         y = checkpoint(block, h)
@@ -74,7 +74,7 @@ def test_case_a_a_parameter_written_in_place_after_forward(anywhere: Checkpoint)
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_case_b_a_keyword_or_nested_tensor_mutated_after_forward(lives: bool, anywhere: Checkpoint) -> None:
+def test_a_keyword_or_nested_tensor_mutated_after_forward(lives: bool, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         (x, h), box = inputs(), {"c": torch.randn(2, WIDTH)}
         mask = torch.randn(2, WIDTH)
@@ -89,7 +89,7 @@ def test_case_b_a_keyword_or_nested_tensor_mutated_after_forward(lives: bool, an
     right_or_named(case, anywhere)
 
 
-def test_case_c_recomputation_gives_other_values(anywhere: Checkpoint, session: Session) -> None:
+def test_recomputation_gives_other_values(anywhere: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         (x, h), state = inputs(), {"scale": 1.0}
         y = checkpoint(lambda h: (h * state["scale"]).sin().exp(), h)
@@ -100,7 +100,7 @@ def test_case_c_recomputation_gives_other_values(anywhere: Checkpoint, session: 
     right(case, anywhere)
 
 
-def test_case_d_recomputation_saves_more(anywhere: Checkpoint, session: Session) -> None:
+def test_recomputation_saves_more(anywhere: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         (x, h), state = inputs(), {"depth": 2}
 
@@ -132,7 +132,7 @@ class Average(nn.Module):
         return y.sin()
 
 
-def test_case_e_a_buffer_that_forward_reads_and_updates(anywhere: Checkpoint) -> None:
+def test_a_buffer_that_forward_reads_and_updates(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         module, (x, h) = Average(), inputs()
         checkpoint(module, checkpoint(module, h)).sum().backward()
@@ -142,7 +142,7 @@ def test_case_e_a_buffer_that_forward_reads_and_updates(anywhere: Checkpoint) ->
 
 
 @pytest.mark.parametrize("change", [lambda block: block.eval(), lambda block: setattr(block, "scale", 3.0)])
-def test_case_f_an_attribute_or_flag_changes_between_two_live_forwards(
+def test_an_attribute_or_flag_changes_between_two_live_forwards(
     change: Callable[[Block], object], anywhere: Checkpoint, session: Session
 ) -> None:
     def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
@@ -157,7 +157,7 @@ def test_case_f_an_attribute_or_flag_changes_between_two_live_forwards(
 
 
 @pytest.mark.parametrize("source", ["random", "NumPy", "generator"])
-def test_case_g_draws_that_torch_does_not_preserve(source: str, anywhere: Checkpoint, session: Session) -> None:
+def test_draws_that_torch_does_not_preserve(source: str, anywhere: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
         (x, h), generator = inputs(), torch.Generator().manual_seed(3)
         draws: dict[str, Callable[[], Any]] = {
@@ -171,7 +171,7 @@ def test_case_g_draws_that_torch_does_not_preserve(source: str, anywhere: Checkp
     right(case, anywhere)
 
 
-def test_case_h_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> None:
+def test_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         norm, (x, h) = nn.BatchNorm1d(WIDTH), inputs()
         checkpoint(lambda h: norm(h).sin(), h).sum().backward()
@@ -183,7 +183,7 @@ def test_case_h_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_case_i_a_list_is_appended_to_once(anywhere: Checkpoint) -> None:
+def test_a_list_is_appended_to_once(anywhere: Checkpoint) -> None:
     x, _ = inputs()
     given: list[str] = []
 
@@ -196,7 +196,7 @@ def test_case_i_a_list_is_appended_to_once(anywhere: Checkpoint) -> None:
     assert torch.equal(grad_of(x), torch.autograd.grad((x.sin().exp() * 1).sum(), x)[0])
 
 
-def test_case_i_a_captured_list_is_appended_to_once_on_a_worker(checkpoint: Checkpoint) -> None:
+def test_a_captured_list_is_appended_to_once_on_a_worker(checkpoint: Checkpoint) -> None:
     x, _ = inputs()
     captured: list[str] = []
 
@@ -215,7 +215,7 @@ UNSEEN: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("what", ["argument", "keyword", "captured", "parameter"])
-def test_case_j_a_write_that_no_version_counter_sees(what: str, anywhere: Checkpoint) -> None:
+def test_a_write_that_no_version_counter_sees(what: str, anywhere: Checkpoint) -> None:
     for write in UNSEEN.values():
         right_or_named(unseen_write(what, write), anywhere)
 
@@ -255,7 +255,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("later", [True, False])
-def test_case_k_routing_that_flips_on_recomputation(later: bool, anywhere: Checkpoint) -> None:
+def test_routing_that_flips_on_recomputation(later: bool, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         experts, (x, h) = Experts(), inputs()
         y = checkpoint(experts, h)
@@ -281,7 +281,7 @@ class LowRank(nn.Module):
         return self.base(h) + self.down(h).tanh() @ self.up + self.gate * self.down(h).sum()
 
 
-def test_case_l_a_branch_times_zero_with_stale_weights(anywhere: Checkpoint) -> None:
+def test_a_branch_times_zero_with_stale_weights(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         layer, (x, h) = LowRank(), inputs()
         y = checkpoint(layer, h)
@@ -294,7 +294,7 @@ def test_case_l_a_branch_times_zero_with_stale_weights(anywhere: Checkpoint) -> 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("how", ["detach", "no_grad"])
-def test_case_m_an_attribute_that_toggles_gradients_between_two_live_forwards(
+def test_an_attribute_that_toggles_gradients_between_two_live_forwards(
     how: str, frozen: bool, anywhere: Checkpoint, session: Session
 ) -> None:
     class Toggled(nn.Module):
@@ -324,7 +324,7 @@ def test_case_m_an_attribute_that_toggles_gradients_between_two_live_forwards(
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_case_n_weights_changed_by_a_fused_step(
+def test_weights_changed_by_a_fused_step(
     optimizer: type[torch.optim.SGD | torch.optim.AdamW], anywhere: Checkpoint
 ) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
@@ -342,7 +342,7 @@ def test_case_n_weights_changed_by_a_fused_step(
     right_or_named(case, anywhere)
 
 
-def test_case_o_a_boundary_whose_address_another_takes(anywhere: Checkpoint) -> None:
+def test_a_boundary_whose_address_another_takes(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
         block, (x, h), mask = Block(), inputs(), torch.randn(2, WIDTH)
         y = checkpoint(lambda h, *, mask: block(h * mask), h, mask=mask)
@@ -356,7 +356,7 @@ def test_case_o_a_boundary_whose_address_another_takes(anywhere: Checkpoint) -> 
 
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_case_p_an_auxiliary_loss_kept_in_an_attribute(
+def test_an_auxiliary_loss_kept_in_an_attribute(
     apart: bool, leaf: bool, anywhere: Checkpoint, session: Session
 ) -> None:
     class Auxiliary(Block):
@@ -378,7 +378,7 @@ def test_case_p_an_auxiliary_loss_kept_in_an_attribute(
     right(case, anywhere)
 
 
-def test_case_p_a_list_of_auxiliary_losses_added_up_after_another_backward(checkpoint: Checkpoint) -> None:
+def test_a_list_of_auxiliary_losses_added_up_after_another_backward(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         block, (x, h), losses = Block(), inputs(), []
 
@@ -394,7 +394,7 @@ def test_case_p_a_list_of_auxiliary_losses_added_up_after_another_backward(check
     same(case, checkpoint)
 
 
-def test_case_q_an_output_that_is_a_view_of_an_input_is_written_to(anywhere: Checkpoint) -> None:
+def test_an_output_that_is_a_view_of_an_input_is_written_to(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
         x, h = inputs()
         view, other = checkpoint(lambda h: (h.view(-1), (h + 1).sin()), h)
@@ -405,7 +405,7 @@ def test_case_q_an_output_that_is_a_view_of_an_input_is_written_to(anywhere: Che
     right_or_named(case, anywhere)
 
 
-def test_case_q_also_where_the_input_is_saved(anywhere: Checkpoint) -> None:
+def test_an_output_that_is_a_view_of_a_saved_input_is_written_to(anywhere: Checkpoint) -> None:
     x, h = inputs()
     view, other = anywhere(lambda h: (h.view(-1), h.sin().exp()), h)
     with torch.no_grad():

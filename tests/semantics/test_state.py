@@ -17,7 +17,7 @@ from support.calls import WIDTH, inputs, same
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_s30_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) -> None:
+def test_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         options = {} if checkpoint is plainly else {"preserve_rng_state": preserve}
@@ -30,7 +30,7 @@ def test_s30_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) ->
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_s30_backward_leaves_the_ambient_state_alone(preserve: bool, anywhere: Checkpoint) -> None:
+def test_backward_leaves_the_ambient_state_alone(preserve: bool, anywhere: Checkpoint) -> None:
     x, _ = inputs()
     y = anywhere(lambda x: F.dropout(x, 0.5).sin(), x, preserve_rng_state=preserve)
     torch.manual_seed(7)
@@ -47,7 +47,7 @@ def draws_of_others(h: Tensor) -> Tensor:
     return (h * random.random() + np.random.rand()).sin()
 
 
-def test_s30_draws_from_elsewhere_are_those_of_forward(anywhere: Checkpoint) -> None:
+def test_draws_from_elsewhere_are_those_of_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         (x, h), generator = inputs(), torch.Generator().manual_seed(3)
         y = checkpoint(lambda h: draws_of_others(h * torch.rand(WIDTH, generator=generator)), h)
@@ -67,7 +67,7 @@ AUTOCASTS = {
 
 
 @pytest.mark.parametrize("settings", AUTOCASTS.values(), ids=AUTOCASTS)
-def test_s31_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> None:
+def test_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
         with torch.autocast("cpu", **settings):
@@ -84,7 +84,7 @@ def makes_its_own(h: Tensor) -> Tensor:
     return (h * made.cpu() if made.device.type == "cpu" else h * made.numel()).sin()
 
 
-def test_s31_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> None:
+def test_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         with torch.device("meta"):
@@ -95,7 +95,7 @@ def test_s31_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s31_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
+def test_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x, h = inputs()
         torch.set_default_device("meta")
@@ -109,7 +109,7 @@ def test_s31_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
     same(case, anywhere)
 
 
-def test_s31_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere: Checkpoint) -> None:
+def test_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         x = torch.randn(2, WIDTH, requires_grad=True)
 
@@ -155,7 +155,7 @@ CHANGES: dict[str, Callable[[Settled], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_s32_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Checkpoint, session: Session) -> None:
+def test_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         module, (x, h) = Settled(), inputs()
         weight = module.linear.weight
@@ -221,7 +221,7 @@ UPDATES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_s33_buffers_are_updated_once(update: str, anywhere: Checkpoint) -> None:
+def test_buffers_are_updated_once(update: str, anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         module, (x, h) = UPDATES[update](), inputs()
         for _ in range(2):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -17,15 +18,20 @@ from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.options import options_of
 from backhaul._torch_api.sequential import checkpoint_sequential
 from backhaul._torch_api.wrap import SegmentModule, unwrap
+from backhaul._worker_client import deadlines
 from backhaul._worker_client.deadlines import Liveness, longest_queue_s, longest_run_s
 from conftest import QUIET_S
 from support.loopback import Loopback
 
 
-def test_silence_is_what_the_waiter_was_awake_for() -> None:
+def test_silence_is_what_the_waiter_was_awake_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock here jumps at each reading, as if the trainer had been stopped for a minute in each slice."""
+    minutes, checks = itertools.count(step=60.0), itertools.count()
+    monkeypatch.setattr(deadlines, "monotonic", lambda: next(minutes))
     with pytest.raises(WorkerLostError, match="silent for 0.2 s") as caught:
-        Liveness(0.2).wait(Future())
+        Liveness(0.2).wait(Future(), lambda: next(checks))
     assert caught.value.status == "SILENT"
+    assert next(checks) == 2  # one in each slice of 0.1 s
 
 
 def test_a_queue_that_is_longer_than_the_work_is_not_waited_for(usual_limits: None) -> None:
