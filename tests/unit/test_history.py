@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import resource
 import shutil
 import sqlite3
@@ -22,6 +23,7 @@ from backhaul_server.dashboard.collect.events import LogEvent
 from backhaul_server.dashboard.history import sqlite, writer
 from backhaul_server.dashboard.history.archive import EventSelection, RunRecord, RunSelection, StepSeries
 from backhaul_server.dashboard.history.options import default_path, parse_retention
+from backhaul_server.dashboard.history.schema import SCHEMA
 from backhaul_server.dashboard.history.sqlite import HistoryFile
 from backhaul_server.dashboard.history.writer import History
 from conftest import wait_until
@@ -130,6 +132,21 @@ def test_a_run_is_kept_with_all_that_tells_it_apart(path: str) -> None:
     assert (run.peak_bytes, run.up_bytes, run.down_bytes, run.fallbacks) == (1003, 60, 6, 2)
     assert run.started_at_s == pytest.approx(started_at_s)
     assert run.heard_at_s == pytest.approx(time.time(), abs=10)
+
+
+def test_the_name_and_the_costs_of_a_run_are_kept(path: str) -> None:
+    run = run_of()
+    run.MergeFrom(telemetry_pb2.Run(name="lora", tags=["a"], notes="none", rank=1, world_size=2))
+    costs = telemetry_pb2.Step(wait_s=0.5, overhead_s=0.25, spared_s=2.0, spared_bytes=30)
+    steps = [step_of(number) for number in (1, 2)]
+    for step in steps:
+        step.MergeFrom(costs)
+    with kept(path) as history:
+        history.put(report_of(*steps, run=run))
+        (stored,) = runs(history)
+    assert (stored.name, stored.tags, stored.notes, stored.rank, stored.world_size) == ("lora", ["a"], "none", 1, 2)
+    assert (stored.wait_s, stored.overhead_s, stored.spared_s, stored.spared_bytes) == (1.0, 0.5, 4.0, 60)
+    assert (stored.saved_bytes, stored.remote) == (700, 4)
 
 
 def test_it_survives_a_restart_and_what_stop_finds_is_written(path: str) -> None:
@@ -466,16 +483,21 @@ def test_stop_ends_soon_also_while_the_file_is_held(path: str) -> None:
             assert time.monotonic() - began_s < 30  # its second, and what a busy machine takes to say so
 
 
-def test_a_newer_schema_is_refused_and_left_alone(path: str) -> None:
-    with kept(path):
-        wait_until(lambda: Path(path).exists(), "it is made")
-    with closing(sqlite3.connect(path)) as other:
-        other.execute("PRAGMA user_version = 3")
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
+def test_a_file_of_another_schema_is_refused_and_left_alone(path: str, schema: int) -> None:
     with kept(path) as history:
-        wait_until(lambda: "a newer Backhaul (schema 3, this one knows 2): upgrade" in history.error, "it says so")
-        assert runs(history) == []
+        history.put(report_of(step_of(1)))
     with closing(sqlite3.connect(path)) as other:
-        assert other.execute("PRAGMA user_version").fetchone() == (3,)
+        other.execute(f"PRAGMA user_version = {schema}")
+    before = Path(path).read_bytes()
+    refused = rf"another version of Backhaul \(schema {schema}, this .* {SCHEMA}\) and was not changed: move it away"
+    assert re.search(refused, History(path, 30).trouble())
+    with kept(path) as history:
+        wait_until(lambda: re.search(refused, history.error) is not None, "it says so")
+        assert runs(history) == []
+        Path(path).rename(f"{path}.old")
+        wait_until(lambda: len(runs(history)) == 0 and not history.error, "a new file is begun")
+    assert Path(f"{path}.old").read_bytes() == before
 
 
 def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
@@ -551,6 +573,15 @@ def test_events_survive_a_restart_and_are_paged_by_time(path: str) -> None:
         of_run = asyncio.run(history.events(wanted))
         assert of_run is not None
         assert ([event.id for event in of_run.events], of_run.total) == (["e4", "e2"], 2)
+
+
+def test_events_of_kinds_that_only_a_newer_version_knows_are_left_out(path: str) -> None:
+    file = HistoryFile(path)
+    with closing(sqlite3.connect(path)) as other, other:
+        for name, kind in (("1", "worker_lost"), ("2", "of tomorrow")):
+            other.execute("INSERT INTO events VALUES (?, 1.0, ?, '', '', '', '', 1)", (name, kind))
+    assert [event.id for event in file.events(EventSelection(10)).events] == ["1"]
+    file.close()
 
 
 def test_events_older_than_the_retention_are_forgotten(path: str) -> None:

@@ -1,7 +1,7 @@
 """The interface of the history: runs and steps that outlive the dashboard's process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Literal, Protocol
 
@@ -27,27 +27,25 @@ class RunRecord:
     state: Literal["running", "silent", "ended"]
     settings: dict[str, str]
     fingerprint: dict[str, str]
+    name: str
+    tags: list[str]
+    notes: str
+    rank: int
+    world_size: int
+    median_step_ms: float | None
     steps: int
     last_step: int
     last_loss: float | None
-    median_step_ms: float | None
     peak_bytes: int
     up_bytes: int
     down_bytes: int
     fallbacks: int
-    name: str = ""
-    tags: list[str] = field(default_factory=list)
-    notes: str = ""
-    rank: int = 0
-    world_size: int = 0
-    costed_steps: int = 0
-    """The number of steps whose costs are known. An older version of the file had none."""
-    saved_bytes: int = 0
-    wait_s: float = 0.0
-    overhead_s: float = 0.0
-    spared_s: float = 0.0
-    remote: int = 0
-    spared_bytes: int = 0
+    saved_bytes: int
+    wait_s: float
+    overhead_s: float
+    spared_s: float
+    remote: int
+    spared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

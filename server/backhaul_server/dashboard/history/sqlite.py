@@ -63,10 +63,25 @@ SELECT id, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15 FROM run
 _ADD_EVENT = (
     "INSERT OR IGNORE INTO events (id, at_s, kind, run, worker, segment, text, count) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 )
-_COLUMNS_OF_RUN = """
-    id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, steps,
-    last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks, label, tags, notes, rank, world_size,
-    costed_steps, saved_bytes, wait_s, overhead_s, spared_s, remote, spared_bytes
+_SUMS = (
+    "steps",
+    "last_step",
+    "last_loss",
+    "peak_bytes",
+    "up_bytes",
+    "down_bytes",
+    "fallbacks",
+    "saved_bytes",
+    "wait_s",
+    "overhead_s",
+    "spared_s",
+    "remote",
+    "spared_bytes",
+)
+"""The columns of a run that the trigger updates. The fields of RunRecord have the same names."""
+_COLUMNS_OF_RUN = f"""
+    id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, label, tags,
+    notes, rank, world_size, {", ".join(_SUMS)}
 """
 _WANTED_RUNS = """
 FROM runs WHERE (?1 = '' OR matches(?1, name, label, trainer, tags)) AND (?2 = '' OR has_tag(?2, tags))
@@ -84,8 +99,6 @@ _FORGET_STEPS = """
 DELETE FROM steps WHERE run = ?1 AND started_at_s < ?2
 AND number IN (SELECT number FROM steps WHERE run = ?1 ORDER BY number LIMIT ?3)
 """
-
-_COSTS = ("costed_steps", "saved_bytes", "wait_s", "overhead_s", "spared_s", "remote", "spared_bytes")
 
 Value = str | float | int | None
 
@@ -220,7 +233,9 @@ class HistoryFile:
     def _prepare(self) -> None:
         run = self._connection.execute
         run("PRAGMA foreign_keys = ON")
-        run("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect only before the first table exists
+        (tables,) = run("SELECT count(*) FROM sqlite_schema").fetchone()
+        if not tables:  # it takes effect only before the first table exists, and would write to a file that is refused
+            run("PRAGMA auto_vacuum = INCREMENTAL")
         with self._transaction():  # two dashboards may start at the same time
             prepare(self._connection, self._path)
         # The mode is stored in the file, so it is set only once the file is known to be ours.
@@ -306,8 +321,7 @@ class HistoryFile:
 
     def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
         identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
-        is_closed, steps, last_step, last_loss, peak_bytes, up_bytes, down_bytes, fallbacks, *since_2 = rest
-        label, tags, notes, rank, world_size, *costs = since_2
+        is_closed, label, tags, notes, rank, world_size, *sums = rest
         durations = self._connection.execute(
             "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
         ).fetchall()
@@ -321,20 +335,13 @@ class HistoryFile:
             state="ended" if is_closed else "silent" if heard_at_s < now_s - SILENT_S else "running",
             settings=json.loads(settings),
             fingerprint=json.loads(fingerprint),
-            steps=steps,
-            last_step=last_step,
-            last_loss=last_loss,
             median_step_ms=1e3 * median(value for (value,) in durations) if durations else None,
-            peak_bytes=peak_bytes,
-            up_bytes=up_bytes,
-            down_bytes=down_bytes,
-            fallbacks=fallbacks,
             name=label,
             tags=json.loads(tags),
             notes=notes,
             rank=rank,
             world_size=world_size,
-            **dict(zip(_COSTS, costs, strict=True)),
+            **dict(zip(_SUMS, sums, strict=True)),
         )
 
     def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> Iterator[Point] | None:

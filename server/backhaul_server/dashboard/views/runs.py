@@ -72,7 +72,7 @@ def stored_summary(record: RunRecord) -> schemas.RunSummary:
 def stored_costs(record: RunRecord) -> RunCosts:
     """Returns the measurements of a run that the history has."""
     return RunCosts(
-        steps=record.costed_steps,
+        steps=record.steps,
         peak_bytes=record.peak_bytes,
         saved_bytes=record.saved_bytes,
         wait_s=record.wait_s,
@@ -88,7 +88,7 @@ def merged(record: RunRecord, run: TrainerRun, now_s: float) -> schemas.RunSumma
     summary, stored = run_summary(run, now_s), stored_summary(record)
     update = {name: max(getattr(summary, name), getattr(stored, name)) for name in _SUMS}
     update["started_at_s"] = stored.started_at_s  # the history orders runs by it
-    if record.costed_steps > run.steps:
+    if record.steps > run.steps:
         update["verdict"] = stored.verdict
     return summary.model_copy(update=update)
 
