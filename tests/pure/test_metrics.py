@@ -59,6 +59,7 @@ def test_each_number_is_what_the_worker_said() -> None:
         "draining": 0,
         "uptime_seconds": 12,
         "memory_budget_bytes": 1000,
+        "memory_reserve_bytes": 50,
         "resident_memory_bytes": 5000,
         "refusals_total": 3,
         "evictions_total": 4,

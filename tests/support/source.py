@@ -71,6 +71,7 @@ def telemetry_of(
             resident_bytes=5000,
             refusals=3,
             evictions=4,
+            reserve_bytes=50,
         ),
         sessions=sessions,
         rpcs=[

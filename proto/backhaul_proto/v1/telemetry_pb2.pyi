@@ -256,6 +256,7 @@ class MemoryTelemetry(_message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     EVICTIONS_FIELD_NUMBER: _builtins.int
+    RESERVE_BYTES_FIELD_NUMBER: _builtins.int
     budget_bytes: _builtins.int
     segment_bytes: _builtins.int
     """Tensors that live segments name."""
@@ -270,6 +271,8 @@ class MemoryTelemetry(_message.Message):
     refusals: _builtins.int
     evictions: _builtins.int
     """Cached tensors, replays ahead and results given up for want of room."""
+    reserve_bytes: _builtins.int
+    """What the device takes beside all that is charged: rounding, workspaces, and what others leave it too little of."""
     def __init__(
         self,
         *,
@@ -281,10 +284,11 @@ class MemoryTelemetry(_message.Message):
         resident_bytes: _builtins.int = ...,
         refusals: _builtins.int = ...,
         evictions: _builtins.int = ...,
+        reserve_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "cached_bytes", b"cached_bytes", "evictions", b"evictions", "refusals", b"refusals", "resident_bytes", b"resident_bytes", "result_bytes", b"result_bytes", "segment_bytes", b"segment_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget_bytes", b"budget_bytes", "cached_bytes", b"cached_bytes", "evictions", b"evictions", "refusals", b"refusals", "reserve_bytes", b"reserve_bytes", "resident_bytes", b"resident_bytes", "result_bytes", b"result_bytes", "segment_bytes", b"segment_bytes", "working_bytes", b"working_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

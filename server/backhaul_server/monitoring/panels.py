@@ -140,6 +140,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "bytes",
                 (
                     Query(f"sum by (tier) (backhaul_worker_memory_bytes{{{_WORKER}}})", "{{tier}}"),
+                    Query(f"sum(backhaul_worker_memory_reserve_bytes{{{_WORKER}}})", "reserve"),
                     Query(f"sum(backhaul_worker_memory_budget_bytes{{{_WORKER}}})", "budget"),
                 ),
                 width=12,

@@ -28,6 +28,7 @@ from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.config import DRAIN_S, END_S, WorkerConfig, host_memory_bytes
 from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.engine.bounds import RunMemory
+from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.executor import GRACE_S
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import keep_freed_memory
@@ -117,7 +118,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     interceptors = [CredentialInterceptor(credentials, audit)] if credentials is not None else []
     server = grpc.aio.server(interceptors=interceptors, options=server_options(files))
     listener = Listener(config.address, config.tls)
-    run_memory = RunMemory(budget) if device.type == "cpu" else None
+    run_memory = RunMemory(budget) if device.type == "cpu" else DeviceMemory(device, budget)
 
     def overdue(job: Job) -> None:
         _exit_because_of(job, worker, config.run_limit_s)

@@ -199,6 +199,12 @@ METRICS: tuple[MetricDefinition, ...] = (
     _worker("uptime_seconds", "gauge", "Seconds since a worker started", "uptime_s"),
     MetricDefinition("backhaul_worker_memory_bytes", "gauge", _HELD, ("worker", "tier"), _memory),
     _worker("memory_budget_bytes", "gauge", "Bytes that all tiers together may take", "memory.budget_bytes"),
+    _worker(
+        "memory_reserve_bytes",
+        "gauge",
+        "Bytes that a worker's GPU takes beside all tiers, and by which they may take less than the budget",
+        "memory.reserve_bytes",
+    ),
     _worker("resident_memory_bytes", "gauge", "Resident memory of a worker's process", "memory.resident_bytes"),
     _worker(
         "refusals_total",

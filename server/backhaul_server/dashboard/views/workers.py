@@ -31,6 +31,7 @@ def worker_status(worker: Watched) -> schemas.WorkerStatus:
             resident_bytes=memory.resident_bytes,
             refusals=memory.refusals,
             evictions=memory.evictions,
+            reserve_bytes=memory.reserve_bytes,
         ),
         memory_share=held_bytes / memory.budget_bytes if memory.budget_bytes else 0.0,
         sessions=len(telemetry.sessions),

@@ -6,7 +6,7 @@ NOTE [Bounds of a run]
    run that has taken long while a request waits.
 2. No thread of this process can cancel a single op that passes the deadline. The executor's timer ends the process.
 3. A run may allocate what it is charged with, and a margin for the temporary memory of ops. RLIMIT_DATA enforces it:
-   an allocation beyond it fails, and so does only the op that asked for it. An accelerator has a limit of its own.
+   an allocation beyond it fails, and so does only the op that asked for it. On CUDA see NOTE [Reserve].
 4. OpenMP aborts the process when it can't create a thread. So its threads are created before the limit is set, and a
    program uses one number of threads throughout.
 5. The process keeps freed memory for the next step (see `heap`). It returns that memory to the system before a run that
@@ -24,6 +24,7 @@ from time import monotonic
 import torch
 
 from backhaul_runtime.errors import BackhaulError, ReplayError
+from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.heap import return_freed_memory
 
 _MARGIN_BYTES, _MARGIN_PART = 64 << 20, 10
@@ -88,7 +89,7 @@ class Bounds:
 
     __slots__ = ("_deadline", "_error", "_limit_s", "_memory", "_most_bytes", "_must_yield")
 
-    def __init__(self, limit_s: float = math.inf, memory: RunMemory | None = None) -> None:
+    def __init__(self, limit_s: float = math.inf, memory: RunMemory | DeviceMemory | None = None) -> None:
         self._memory = memory
         self._error: BackhaulError | None = None
         self._deadline, self._limit_s = math.inf, limit_s

@@ -4,11 +4,12 @@ The store knows bytes and addresses. Tensors and programs are opaque to it. Even
 
 NOTE [Room]
 1. All tiers share the budget: tensors and programs that live segments name, those cached for later, work (what runs,
-   and replays that are ready), finished results, answers that are being sent, gradient sums, and the sessions and
-   segments themselves. A run is charged with the most it can take, a replay that is ready with what it holds.
+   and replays that are ready), finished results, answers that are being sent, gradient sums, the sessions and segments
+   themselves, and the reserve for what the device takes beside all of these (NOTE [Reserve]). A run is charged with the
+   most it can take, a replay that is ready with what it holds.
 2. A segment or a tensor is accepted only if the largest run among the segments still fits beside everything that cannot
    be evicted. One run happens at a time. So a request for an accepted segment always has room, if need be after the
-   answer that is being sent has gone.
+   answer that is being sent has gone. A reserve that has grown since does not delay it.
 3. Room is made by evicting, in this order: cached tensors (oldest first), replays that are ready (in the order of
    `Schedule`), tensors that arrived for a segment that is not saved yet, and results that no answer reads. Tensors of
    live segments, gradient sums and the run in progress are never evicted.
@@ -68,6 +69,7 @@ class Usage:
         working: Bytes of the run in progress and of replays that are ready.
         results: Bytes of finished results, of answers that are being sent, and of gradient sums.
         sessions: Bytes of the sessions themselves.
+        reserve: Bytes that the device takes beside all that is charged.
         budget: Bytes that all tiers together never exceed.
         refusals: Number of requests that were refused because memory was short.
         evictions: Number of tensors, replays and results that were evicted (Rule 3).
@@ -78,6 +80,7 @@ class Usage:
     working: int
     results: int
     sessions: int
+    reserve: int
     budget: int
     refusals: int
     evictions: int
@@ -127,12 +130,15 @@ class Store(Generic[T]):
         last_needed: Returns the key of the replay to evict first (Rule 3); None to evict the oldest.
         free_shared_bytes: Returns the bytes that are free in memory shared with trainers (Rule 5).
         is_same: Returns whether two values of one address are equal, bit by bit.
+        measure_reserve: Returns the bytes of the reserve, given those that are charged in all. Called while nothing
+            runs.
     """
 
     budget_bytes: int
     last_needed: Callable[[], Hashable] | None = None
     free_shared_bytes: Callable[[], int] = lambda: 0
     is_same: Callable[[T, T], bool] = operator.eq
+    measure_reserve: Callable[[int], int] = lambda charged_bytes: 0
     _entries: dict[Name, _Entry[T]] = field(default_factory=dict)
     _owners: dict[Owner, _OwnerState] = field(default_factory=dict)
     # Those that no segment names, by the tier that decides when they are evicted; oldest first.
@@ -158,6 +164,7 @@ class Store(Generic[T]):
             working=count["running"] + count["ready"],
             results=count["results"] + count["sums"] + count["sending"],
             sessions=count["sessions"],
+            reserve=count["reserve"],
             budget=self.budget_bytes,
             refusals=self._refusals,
             evictions=self._evictions,
@@ -447,6 +454,8 @@ class Store(Generic[T]):
         attached = self._segments.get(segment)
         if attached is None:
             return 0
+        if not self._bytes["running"]:
+            self._bytes["reserve"] = self.measure_reserve(self._charged_bytes())
         need = attached.need_bytes if most_bytes is None else min(most_bytes, attached.need_bytes)
         if need > self.budget_bytes - self._fixed_bytes() - self._bytes["running"]:
             return None
@@ -486,7 +495,7 @@ class Store(Generic[T]):
 
     def room_for_replays(self) -> int:
         """Returns the bytes that replays may take together: the budget without tensors, results and the run."""
-        kept = ("segments", "sessions", "arriving", "shared", "running", "results", "sending", "sums")
+        kept = ("segments", "sessions", "arriving", "shared", "running", "results", "sending", "sums", "reserve")
         return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
 
     # Results
@@ -570,17 +579,20 @@ class Store(Generic[T]):
     def _keeps_run_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
         """Whether Rule 2 holds with this many more bytes, and with a run that needs `need_bytes`."""
         run = max(self._needs[-1] if self._needs else 0, need_bytes, self._bytes["running"])
-        return self._fixed_bytes() + added_bytes + run <= self.budget_bytes
+        return self._fixed_bytes() + self._bytes["reserve"] + added_bytes + run <= self.budget_bytes
 
     def _fixed_bytes(self) -> int:
-        """Returns the bytes that cannot be evicted, without those of the run in progress."""
+        """Returns the charged bytes that cannot be evicted, without those of the run in progress."""
         count = self._bytes
         shared = count["shared"] + self.free_shared_bytes()  # evicting a shared tensor only makes free shared bytes
         kept = count["segments"] + count["sessions"] + count["arriving"] + count["sending"] + count["sums"]
         return kept + shared + self._pinned_bytes
 
+    def _charged_bytes(self) -> int:
+        return sum(self._bytes.values()) - self._bytes["reserve"] + self.free_shared_bytes()
+
     def _free_bytes(self) -> int:
-        return self.budget_bytes - sum(self._bytes.values()) - self.free_shared_bytes()
+        return self.budget_bytes - self._charged_bytes() - self._bytes["reserve"]
 
     def _make_room(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether this many bytes are free, after evictions by Rule 3, or of cached tensors only."""

@@ -32,6 +32,7 @@ from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.engine.bounds import Bounds, RunMemory
+from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
 from backhaul_server.worker.engine.runs import Derivation, SegmentInputs
@@ -62,7 +63,7 @@ class Worker:
         lease_s: Seconds without a request after which a session is closed.
         run_limit_s: Seconds that a run may take.
         overdue: Called with a job that runs on past its limit. Only the end of the process stops such a job.
-        run_memory: Limits the memory of a run; None where something else does.
+        run_memory: The memory of runs on the device; None to leave it to the store's accounts.
 
     Attributes:
         engine: Runs requests for segments and sends their answers.
@@ -87,13 +88,15 @@ class Worker:
         lease_s: float,
         run_limit_s: float = RUN_LIMIT_S,
         overdue: Callable[[Job], None] = lambda _: None,
-        run_memory: RunMemory | None = None,
+        run_memory: RunMemory | DeviceMemory | None = None,
     ) -> None:
         self.device = device
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
         self.store: Store[StoredValue] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
+        if isinstance(run_memory, DeviceMemory):
+            self.store.measure_reserve = run_memory.reserve_bytes
         self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
         self.sessions: dict[str, SessionState] = {}
         self.draining = False

@@ -76,6 +76,7 @@ class TelemetryServicer(Servicer):
                 resident_bytes=resident_bytes(),
                 refusals=usage.refusals,
                 evictions=usage.evictions,
+                reserve_bytes=usage.reserve,
             ),
             sessions=[
                 telemetry_pb2.SessionTelemetry(

@@ -126,6 +126,7 @@ function workerDetails(worker) {
       Segments: bytes(memory.segment_bytes),
       Working: bytes(memory.working_bytes),
       Results: bytes(memory.result_bytes),
+      Reserve: bytes(memory.reserve_bytes),
       Cached: bytes(memory.cached_bytes),
       "Whole process": bytes(memory.resident_bytes),
       Refusals: count(memory.refusals),

@@ -79,6 +79,11 @@ class Memory(Schema):
     evictions: int = Field(
         description="Cached tensors, speculative replays and results evicted because memory was short", examples=[12]
     )
+    reserve_bytes: int = Field(
+        description="What a GPU takes beside all tiers: rounding, workspaces of cuBLAS and cuDNN, and what other "
+        "processes leave it too little of. 0 on a CPU",
+        examples=[67_108_864],
+    )
 
 
 class AcceleratorStatus(Schema):
