@@ -117,12 +117,9 @@ def test_everybody_can_read_and_use_the_other_pages(open_page: OpenPage, tmp_pat
         empty = open_page(dashboard.url, extra_http_headers=shown, may_be_refused=True)
         expect(empty.locator(".alert")).to_be_visible()
         api = open_page(f"{dashboard.url}/api", extra_http_headers=shown)
-        expect(api.locator("h2").nth(3)).to_be_visible()
-        api.locator("section").first.evaluate(
-            "card => card.querySelectorAll('details').forEach((one) => one.open = true)"
-        )
+        expect(api.locator(".opblock").first).to_be_visible()
         for scheme in SCHEMES:
-            for page in (login, empty, api):
+            for page in (login, empty):
                 page.emulate_media(color_scheme=scheme)
                 assert broken_rules(page) == []
 

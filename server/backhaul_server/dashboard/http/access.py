@@ -27,11 +27,12 @@ COOKIE = "backhaul_login"
 OPEN = frozenset({"/healthz", "/readyz"})
 OPEN_FOLDER = "/static/"
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-"""Headers of every answer."""
+"""Headers of every answer. The style sheet of Swagger UI has images in data URLs."""
 
 FAILED_S = 1.0
 """Seconds after which a wrong token in the form is answered."""

@@ -12,7 +12,7 @@ from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS
 from backhaul_server.dashboard.collect.events import Severity
 from backhaul_server.dashboard.collect.watched import KEPT_S
 from backhaul_server.dashboard.history.archive import EventSelection
-from backhaul_server.dashboard.http.examples import EVENT, FULL, MISSING, shows, shows_text
+from backhaul_server.dashboard.http.error_answers import FULL, MISSING
 from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.http.paging import cursor_of, page_of, read_cursor
 from backhaul_server.dashboard.http.parameters import (
@@ -60,33 +60,33 @@ def _add_present(app: FastAPI, sources: Sources, feed: Feed) -> None:
         response_class=EventSourceResponse,
         tags=["now"],
         dependencies=[Depends(seat)],
-        responses={**shows_text(EVENT, "text/event-stream"), **FULL},
+        responses=FULL,
     )
     async def live() -> AsyncIterator[ServerSentEvent]:
         """Streams the state once a second, starting at once. Events are named "live" and contain a Live object."""
         async for event in feed.listen():
             yield event
 
-    @app.get("/api/v1/overview", tags=["now"], responses=shows(schemas.Overview))
+    @app.get("/api/v1/overview", tags=["now"])
     async def headline() -> schemas.Overview:
         """Headline numbers: workers, sessions, steps, bytes saved, time added, fallbacks."""
         return sources.overview()
 
-    @app.get("/api/v1/workers", tags=["now"], responses=shows(schemas.WorkerPage))
+    @app.get("/api/v1/workers", tags=["now"])
     async def workers(limit: Limit = 100, cursor: Cursor = "") -> schemas.WorkerPage:
         """Every worker, as of its last answer, in the order of the command line."""
         listed = sources.workers()
         items, following = page_of(listed, lambda worker: worker.id, limit, cursor)
         return schemas.WorkerPage(items=items, total=len(listed), next=following)
 
-    @app.get("/api/v1/sessions", tags=["now"], responses=shows(schemas.SessionPage))
+    @app.get("/api/v1/sessions", tags=["now"])
     async def sessions(limit: Limit = 100, cursor: Cursor = "") -> schemas.SessionPage:
         """Every session of every worker that answers."""
         listed = sources.sessions()
         items, following = page_of(listed, lambda session: session.id, limit, cursor)
         return schemas.SessionPage(items=items, total=len(listed), next=following)
 
-    @app.get("/api/v1/alerts", tags=["now"], responses=shows(schemas.AlertPage))
+    @app.get("/api/v1/alerts", tags=["now"])
     async def alerts(limit: Limit = 100, cursor: Cursor = "") -> schemas.AlertPage:
         """The alerts that fire now, critical ones first."""
         listed = sources.firing_alerts(time.time())
@@ -97,12 +97,12 @@ def _add_present(app: FastAPI, sources: Sources, feed: Feed) -> None:
 def _add_network(app: FastAPI, sources: Sources) -> None:
     """Adds the routes that show trainers and workers together."""
 
-    @app.get("/api/v1/topology", tags=["network"], responses=shows(schemas.Topology))
+    @app.get("/api/v1/topology", tags=["network"])
     async def network() -> schemas.Topology:
         """Trainers, workers and the links between them: traffic, round trips and clocks."""
         return topology(sources.watch, time.time())
 
-    @app.get("/api/v1/fleet", tags=["network"], responses=shows(schemas.Fleet))
+    @app.get("/api/v1/fleet", tags=["network"])
     async def all_workers(
         seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
         points: Annotated[int, Query(ge=1, le=600, description="Intervals at most", examples=[60])] = 60,
@@ -116,7 +116,7 @@ def _add_network(app: FastAPI, sources: Sources) -> None:
 def _add_past(app: FastAPI, sources: Sources) -> None:
     """Adds the routes that show what happened, and memory and latency over time."""
 
-    @app.get("/api/v1/events", tags=["events"], responses=shows(schemas.EventPage))
+    @app.get("/api/v1/events", tags=["events"])
     async def events(
         run: AnyRun = "",
         runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
@@ -150,7 +150,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         following = cursor_of(items[-1].at_s, items[-1].id) if len(listed.events) > limit else None
         return schemas.EventPage(items=[event_entry(event) for event in items], total=listed.total, next=following)
 
-    @app.get("/api/v1/memory", tags=["memory and latency"], responses=shows(schemas.MemoryHistory))
+    @app.get("/api/v1/memory", tags=["memory and latency"])
     async def memory(
         seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
         points: Annotated[int, Query(ge=10, le=1_000, description="At most, of each series", examples=[300])] = 300,
@@ -160,7 +160,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         """Bytes by tier of every worker, and bytes held by run, over time."""
         return memory_history(sources.watch, last_seconds(seconds, since_s, until_s), points)
 
-    @app.get("/api/v1/latency", tags=["memory and latency"], responses={**shows(schemas.Latency), **MISSING})
+    @app.get("/api/v1/latency", tags=["memory and latency"], responses=MISSING)
     async def latencies(
         run: AnyRun = "",
         seconds: Annotated[int, Query(ge=10, le=KEPT_DURATIONS_S, description="How far back", examples=[300])] = 300,

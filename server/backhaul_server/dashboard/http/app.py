@@ -103,7 +103,7 @@ def create_app(
         description="Where memory and time of Backhaul's workers and trainers go. Nothing here changes anything.",
         lifespan=lifespan,
         openapi_url="/api/v1/openapi.json",
-        docs_url=None,  # the default pages load scripts from a CDN
+        docs_url=None,  # the default pages load scripts from a CDN: /api shows the same viewer from here
         redoc_url=None,
         generate_unique_id_function=operation_id,
     )
