@@ -7,7 +7,7 @@ CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.tx
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
-.PHONY: demo test test-simulated-gpu gpu-check nightly test-browser-if-changed fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring monitoring test-browser screenshots
+.PHONY: demo test test-simulated-gpu gpu-check nightly test-browser-if-changed fast check site dist-test soak test-distributed bench bench-gpu lint types fmt proto check-proto ops docs picture clean test-monitoring test-browser screenshots
 
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
@@ -177,10 +177,6 @@ site: $(VENV)/.dev
 # runs the same script with what pip downloads, see .github/workflows/release.yml.
 dist-test: $(VENV)/.dev
 	PYTHON=$(abspath $(BIN))/python deploy/release/check.sh --borrow
-
-# Rules for Prometheus, the dashboard for Grafana and docs/monitoring.md, from the tables of metrics and alerts.
-monitoring: $(VENV)/.dev
-	$(BIN)/python -m backhaul_server.monitoring .
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev

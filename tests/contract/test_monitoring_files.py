@@ -1,22 +1,27 @@
-"""Files for Prometheus and Grafana are what `make monitoring` writes, name what is measured, and suit those two."""
+"""The files for Prometheus and Grafana name what is measured, agree with the dashboard's alerts, and are documented."""
 
 import json
 import re
 from itertools import combinations
-from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from backhaul_server.dashboard.metrics.alerts import ALERTS, AlertRule
+from backhaul_server.dashboard.collect.totals import WINDOW_S
+from backhaul_server.dashboard.metrics.alerts import ALERTS, MOST_FALLBACKS, MOST_MEMORY
 from backhaul_server.dashboard.metrics.definitions import METRICS
-from backhaul_server.monitoring import prometheus
-from backhaul_server.monitoring.files import PAGE, files
-from backhaul_server.monitoring.panels import ROWS
 from contract.test_layout import ROOT
 
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/backhaul.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-QUERIES = [query.expr for _, panels in ROWS for panel in panels for query in panel.queries]
+QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
+CONFIGURATION = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
+RULES = yaml.safe_load((ROOT / "deploy/prometheus/alerts.yml").read_text())["groups"][0]["rules"]
+EXPRESSIONS = {rule["alert"]: rule["expr"] for rule in RULES}
+PAGE = (ROOT / "docs/monitoring.md").read_text()
+ONLY_IN_PROMETHEUS = {"DashboardUnreachable"}
+"""A dashboard cannot show that it does not answer."""
 NAMES = {
     name: metric
     for metric in METRICS
@@ -34,15 +39,14 @@ def named(expr: str) -> set[str]:
     return set(re.findall(r"\bbackhaul_\w+", expr))
 
 
-@pytest.mark.parametrize("path", files(ROOT), ids=str)
-def test_a_file_is_what_would_be_made(path: Path) -> None:
-    assert (ROOT / path).read_text() == files(ROOT)[path], "run `make monitoring`"
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
-@pytest.mark.parametrize("expr", [*(rule.expr for rule in ALERTS), *QUERIES])
+@pytest.mark.parametrize("expr", [*EXPRESSIONS.values(), *QUERIES])
 def test_what_a_query_names_is_measured(expr: str) -> None:
     assert named(expr) <= NAMES.keys()
-    assert named(expr) or expr.startswith("count(ALERTS")
+    assert named(expr) or expr.startswith("count(ALERTS") or expr == EXPRESSIONS["DashboardUnreachable"]
     for name, matchers in re.findall(r"\b(backhaul_\w+)\{([^}]*)\}", expr):
         assert set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", matchers)) <= {*NAMES[name].labels, "le"}
     for name, kind in {name: NAMES[name].kind for name in named(expr)}.items():
@@ -55,13 +59,18 @@ def test_each_metric_is_on_the_dashboard() -> None:
     assert shown == {metric.name for metric in METRICS}
 
 
+def test_each_metric_is_documented() -> None:
+    rows = re.findall(r"^\| `backhaul_.*$", PAGE, re.M)
+    assert rows == [
+        f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.help} |" for metric in METRICS
+    ]
+
+
 def test_labels_that_legends_name_are_there() -> None:
-    for _, panels in ROWS:
-        for panel in panels:
-            for query in panel.queries:
-                assert query.legend, panel.title
-                labels = {label for name in named(query.expr) for label in [*NAMES[name].labels, "le"]}
-                assert set(re.findall(r"\{\{(\w+)\}\}", query.legend)) <= labels, panel.title
+    for panel in PANELS:
+        for target in panel["targets"]:
+            labels = {label for name in named(target["expr"]) for label in [*NAMES[name].labels, "le"]}
+            assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= labels, panel["title"]
 
 
 def test_grafana_gets_what_it_needs() -> None:
@@ -80,6 +89,8 @@ def test_grafana_gets_what_it_needs() -> None:
         for target in panel["targets"]:
             assert target["legendFormat"] and target["datasource"] == panel["datasource"]
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= {"worker", "__rate_interval"}
+            is_of_now = panel["type"] in {"stat", "table"}
+            assert (target["instant"], target["range"]) == (is_of_now, not is_of_now)
 
 
 def test_panels_fill_the_grid_without_overlap() -> None:
@@ -95,20 +106,48 @@ def test_panels_fill_the_grid_without_overlap() -> None:
 
 
 def test_what_is_provisioned_fits_together() -> None:
-    source = (ROOT / "deploy/grafana/provisioning/datasources/backhaul.yml").read_text()
-    assert "type: prometheus" in source
-    interval = re.search(r"scrape_interval: (\w+)", prometheus.CONFIGURATION)
-    assert interval is not None
-    assert interval[1] in source  # what $__rate_interval counts by
+    (source,) = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/backhaul.yml").read_text())[
+        "datasources"
+    ]
+    assert source["type"] == "prometheus"
+    # $__rate_interval counts by it.
+    assert source["jsonData"]["timeInterval"] == CONFIGURATION["global"]["scrape_interval"]
+    (scrape,) = CONFIGURATION["scrape_configs"]
+    assert EXPRESSIONS["DashboardUnreachable"] == f'up{{job="{scrape["job_name"]}"}} == 0'
 
 
-@pytest.mark.parametrize("text", prometheus.RULES, ids=lambda text: text.name)
-def test_an_alert_says_what_to_do_and_is_played_through(text: AlertRule) -> None:
-    page = (ROOT / PAGE).read_text()
+def test_prometheus_has_the_alerts_of_the_page() -> None:
+    severities = {rule["alert"]: rule["labels"]["severity"] for rule in RULES}
+    assert {name: severities[name] for name in severities.keys() - ONLY_IN_PROMETHEUS} == {
+        rule.name: rule.severity for rule in ALERTS
+    }
+    assert EXPRESSIONS["FallbackRateHigh"].endswith(f"> {MOST_FALLBACKS}")
+    assert EXPRESSIONS["MemoryHigh"].endswith(f"> {MOST_MEMORY}")
+    windows = {window for expr in EXPRESSIONS.values() for window in re.findall(r"\[(\w+)\]", expr)}
+    assert windows == {f"{WINDOW_S // 60:.0f}m"}
+
+
+def test_grafana_shows_the_alerts_and_their_limits() -> None:
+    panels = {panel["title"]: panel for panel in PANELS}
+    listed = re.search(r'alertname=~"([^"]*)"', panels["Alerts"]["targets"][0]["expr"])
+    assert listed is not None
+    assert set(listed[1].split("|")) == EXPRESSIONS.keys()
+    limits = panels["Share of the budget"]["fieldConfig"]["defaults"]["thresholds"]["steps"]
+    assert limits[-1]["value"] == MOST_MEMORY
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+def test_an_alert_is_documented_and_played_through(rule: dict[str, Any]) -> None:
+    name, annotations = rule["alert"], rule["annotations"]
+    _, _, section = PAGE.partition(f"### {name}\n\n")
+    section = in_one_line(re.split("^##", section, maxsplit=1, flags=re.M)[0])
+    severity, summary = rule["labels"]["severity"], annotations["summary"].removeprefix("{{ $labels.worker }}: ")
+    assert rule["for"] != "0s"  # a single scrape is no evidence
+    assert section.startswith(f"{summary}. *{severity}, after {rule['for'].removesuffix('s')} s* ```promql ")
+    assert f"```promql {in_one_line(rule['expr'])} ```" in section
+    assert len(annotations["description"]) > 80 and section.endswith(annotations["description"])
+    assert annotations["runbook"] == f"docs/monitoring.md#{name.lower()}"
     played = re.findall(
         r"^  - name: (\w+) (fires|does not fire)", (ROOT / "tests/monitoring/alerts.test.yml").read_text(), re.M
     )
-    assert f"### {text.name}\n\n{text.summary}." in page
-    assert len(text.advice) > 80 and not text.advice.endswith(".")
-    assert text.for_s > 0  # a single scrape is no evidence
-    assert {outcome for name, outcome in played if name == text.name} == {"fires", "does not fire"}
+    assert {outcome for case, outcome in played if case == name} == {"fires", "does not fire"}

@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from backhaul_server.monitoring import prometheus
-from backhaul_server.monitoring.panels import ROWS
 from conftest import wait_until
 from contract.test_layout import ROOT
+from contract.test_monitoring_files import QUERIES
+from contract.test_monitoring_files import RULES as ALERT_RULES
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
 
@@ -51,9 +51,9 @@ def free_port() -> int:
 
 def configured(folder: Path, target: str, token: Path) -> Path:
     """The committed configuration, with the addresses and paths of this machine and in more of a hurry."""
-    text = prometheus.CONFIGURATION
+    text = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
     for ours, theirs in {
-        prometheus.TOKEN_FILE: str(token),
+        "/run/backhaul/dashboard/token": str(token),
         "dashboard:8080": target,
         "- alerts.yml": f"- {RULES}",
         "_interval: 5s": "_interval: 1s",
@@ -74,7 +74,7 @@ def token_file(folder: Path) -> Path:
 
 def test_promtool_takes_the_configuration(tmp_path: Path) -> None:
     path = configured(tmp_path, "a:1", token_file(tmp_path))
-    assert f"{len(prometheus.RULES)} rules found" in promtool("check", "config", path)
+    assert f"{len(ALERT_RULES)} rules found" in promtool("check", "config", path)
 
 
 def test_promtool_takes_the_rules() -> None:
@@ -168,11 +168,9 @@ def test_a_dashboard_refuses_whoever_has_no_token(scraped: Scraped) -> None:
 
 
 def test_prometheus_understands_each_query_of_the_grafana_dashboard(scraped: Scraped) -> None:
-    for _, panels in ROWS:
-        for panel in panels:
-            for query in panel.queries:
-                expr = query.expr.replace("$__rate_interval", "1m").replace("$worker", re.escape(scraped.worker))
-                scraped.ask("query", query=expr.replace("\\", "\\\\"))
+    for query in QUERIES:
+        expr = query.replace("$__rate_interval", "1m").replace("$worker", re.escape(scraped.worker))
+        scraped.ask("query", query=expr.replace("\\", "\\\\"))
 
 
 def test_a_worker_that_dies_is_an_alert(own_worker: WorkerProcess, tmp_path: Path) -> None:
@@ -185,3 +183,5 @@ def test_a_worker_that_dies_is_an_alert(own_worker: WorkerProcess, tmp_path: Pat
 
         wait_until(lambda: alerts() == {"WorkerUnreachable": "pending"}, "it is pending")
         wait_until(lambda: alerts() == {"WorkerUnreachable": "firing"}, "it fires", 60)
+        (alert,) = scraped.ask("alerts")["alerts"]
+        assert alert["annotations"]["summary"].startswith(f"{own_worker.address}: A worker does not answer")

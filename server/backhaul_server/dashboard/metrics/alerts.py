@@ -1,4 +1,7 @@
-"""The alerts: one table for the page, `backhaul top` and Prometheus."""
+"""The alerts of the page and of `backhaul top`.
+
+deploy/prometheus/alerts.yml has the same ones for Prometheus, and docs/monitoring.md has a section for each.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,7 +17,6 @@ from backhaul_server.dashboard.collect.watched import Watched
 MOST_FALLBACKS = 0.01
 MOST_MEMORY = 0.8
 _MEMORY_WINDOW_S = 60.0
-_RATE = f"[{WINDOW_S // 60}m]"
 
 Subjects = Iterator[tuple[str, str]]
 """The subjects for which a condition holds, each with a summary: what happened, and what to do."""
@@ -27,20 +29,12 @@ class AlertRule:
     Attributes:
         name: The name of the alert, also in Prometheus.
         severity: "critical" if segments are not recomputed remotely while the alert fires.
-        summary: The meaning of the alert, without values.
-        advice: What to do, for the documentation and Prometheus' annotations.
-        expr: The PromQL expression that fires the alert in Prometheus. It sums over all trainers, while `condition`
-            looks at each run.
-        for_s: Seconds for which the condition must hold in Prometheus. The page shows an alert at once.
-        condition: Takes the watch and the time, and yields the subjects for which the condition holds.
+        condition: Takes the watch and the time, and yields the subjects for which the condition holds. It looks at each
+            run, while Prometheus' expression sums over all trainers.
     """
 
     name: str
     severity: Literal["warning", "critical"]
-    summary: str
-    advice: str
-    expr: str
-    for_s: int
     condition: Callable[[Watch, float], Subjects]
 
 
@@ -148,91 +142,14 @@ def _recent(watch: Watch, now_s: float) -> Iterator[tuple[TrainerRun, Totals]]:
             yield run, run.recent.since(now_s - WINDOW_S)
 
 
-ALERTS: tuple[AlertRule, ...] = (
-    AlertRule(
-        "WorkerUnreachable",
-        "critical",
-        "A worker does not answer, so its segments run on the trainers",
-        "Check that its process runs, read the end of its log, and check that the dashboard's machine can reach its "
-        "address. Training continues: trainers recompute by themselves, which takes more time and memory, and use the "
-        "worker again once it is back. Remove a worker that will not come back from the dashboard's `--worker` and "
-        "from `connect()`",
-        "backhaul_worker_up == 0",
-        30,
-        _worker_unreachable,
-    ),
-    AlertRule(
-        "FallbackRateHigh",
-        "critical",
-        "More than 1 % of the recomputations meant for workers ran on trainers",
-        "The dashboard's table of segments and `session.report()` give the reason for each segment. If memory is "
-        "short, raise `--memory` or add a worker. If workers are silent or connections break, check the worker's log "
-        "and the network. If values were rejected, the worker's hardware or build differs from what it reports: see "
-        "guarantees.md",
-        f"sum(rate(backhaul_trainer_fallbacks_total{_RATE})) / (sum(rate(backhaul_trainer_fallbacks_total{_RATE})) + "
-        f'sum(rate(backhaul_trainer_recomputations_total{{decision=~"gradients|activations"}}{_RATE}))) '
-        f"> {MOST_FALLBACKS}",
-        60,
-        _fallback_rate_high,
-    ),
-    AlertRule(
-        "QueueWaitHigh",
-        "warning",
-        "Queued segments block backward for longer than their recomputation takes",
-        "More trainers share a worker than it can serve. Add a worker, or connect fewer trainers to it. If a segment "
-        "would wait longer than 1 second and longer than twice its expected time, the trainer recomputes the segment "
-        "itself, which counts as a fallback",
-        f"sum(rate(backhaul_trainer_exposed_queue_seconds_total{_RATE})) > "
-        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane="recompute"}}{_RATE}))',
-        60,
-        _queue_wait_high,
-    ),
-    AlertRule(
-        "MemoryHigh",
-        "warning",
-        "A worker uses more than 80 % of its memory, not counting its cache",
-        "Segments that do not fit are refused and run on the trainers, and fewer replays are speculative. Raise "
-        "`--memory` if the machine has more memory, add a worker, or let fewer segments wait at once: use fewer "
-        "trainers or smaller batches. A cache that fills the rest is harmless, because it is evicted when memory is "
-        "needed",
-        'sum by (worker) (backhaul_worker_memory_bytes{tier!="cached"}) / '
-        f"sum by (worker) (backhaul_worker_memory_budget_bytes) > {MOST_MEMORY}",
-        60,
-        _memory_high,
-    ),
-    AlertRule(
-        "LinkSlow",
-        "warning",
-        "Sending and fetching segments takes longer than trainers would compute what workers do",
-        "Unless the transfers overlap with other work, a step would be shorter if the trainer recomputed the segments. "
-        "Make segments longer: a longer segment saves more time and moves the same bytes. Or use a faster network, "
-        "larger batches, frozen weights or LoRA, or a worker that is closer",
-        f'sum(rate(backhaul_trainer_lane_seconds_total{{lane=~"upload|download"}}{_RATE})) > '
-        f"sum(rate(backhaul_trainer_spared_seconds_total{_RATE}))",
-        60,
-        _link_slow,
-    ),
-    AlertRule(
-        "VersionSkew",
-        "warning",
-        "Workers and trainers have different versions",
-        "Install the same version of Backhaul everywhere. Incompatible versions refuse to connect; compatible ones may "
-        "still lack each other's improvements. The alert ends by itself after a rolling upgrade",
-        "count(count by (version) (backhaul_worker_info)) > 1 or sum(backhaul_worker_skewed_sessions) > 0",
-        60,
-        _version_skew,
-    ),
-    AlertRule(
-        "FingerprintSkew",
-        "warning",
-        "Workers of one run compute different numbers",
-        "The run's segments are spread over workers with different hardware or builds. Their results are compared "
-        "within tolerances instead of bit by bit, and the drift depends on the worker that had a segment. Give a run "
-        "workers of one kind; the dashboard's table of workers shows how they differ",
-        "backhaul_trainer_mixed_runs > 0",
-        60,
-        _fingerprint_skew,
-    ),
+ALERTS = (
+    AlertRule("WorkerUnreachable", "critical", _worker_unreachable),
+    AlertRule("FallbackRateHigh", "critical", _fallback_rate_high),
+    AlertRule("QueueWaitHigh", "warning", _queue_wait_high),
+    AlertRule("MemoryHigh", "warning", _memory_high),
+    AlertRule("LinkSlow", "warning", _link_slow),
+    AlertRule("VersionSkew", "warning", _version_skew),
+    AlertRule("FingerprintSkew", "warning", _fingerprint_skew),
 )
 
 

@@ -1,4 +1,4 @@
-"""The table of all metrics. /metrics, the Grafana dashboard and docs/monitoring.md are generated from it.
+"""The table of all metrics of /metrics. The Grafana dashboard shows each, and docs/monitoring.md lists them.
 
 Names follow Prometheus' rules: base units, and `_total` for counters. Labels have few values: workers, methods and
 tiers, but never sessions, runs or segments.
