@@ -80,7 +80,8 @@ def connect(
         compression_bytes: Bytes of copies of parameters that the trainer may keep for that.
         connect_timeout_s: Seconds that this call waits for the workers.
         silence_s: Seconds without a message after which a worker counts as lost.
-        inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees.
+        inflight_bytes: Bound of the copies that wait to be sent, of arguments and of parameters that FSDP frees. Two
+            segments may wait in any case.
         inflight_boundaries: The most segments whose inputs may wait to be sent; forward blocks beyond it.
         inflight_micro_batches: Micro-batches of an accumulation block whose backward may be unfinished; 0 (default) for
             three more than there are workers.

@@ -107,7 +107,8 @@ class Config:
     """Seconds without progress or bytes from a worker after which its segments run on the trainer."""
 
     inflight_bytes: int = 64 << 20
-    """Bytes of copies that may wait to be sent, of arguments and of parameters that FSDP frees.
+    """Bytes of copies that may wait to be sent, of arguments and of parameters that FSDP frees. Two segments may always
+    wait, whatever their bytes: one is sent while the next one is computed.
 
     Forward blocks beyond it.
     """
@@ -144,7 +145,7 @@ class Config:
 
     connections: int = 0
     """Connections to each worker, at most 8, over which large tensors are striped. 0 opens more as long as that sends
-    faster; a worker on this machine gets one. See docs/links.md."""
+    faster; a worker on this machine gets one, except for tensors on a GPU. See docs/links.md."""
 
     memory_bytes: int = 0
     """Memory budget in bytes of a worker that connect() starts; 0 for half of its device's memory, divided by the

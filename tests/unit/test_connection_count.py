@@ -1,6 +1,11 @@
 """How many connections a trainer uses, given what it has measured."""
 
+import torch
+
 from backhaul._worker_client.connection_count import COMPARED_BYTES, SAMPLES, ConnectionCount
+from backhaul._worker_client.lanes import Lanes
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 
 SIZE_BYTES = 2 * COMPARED_BYTES
 
@@ -51,3 +56,19 @@ def test_uploads_of_other_sizes_and_numbers_of_connections_are_not_compared() ->
         choice.sent(1, SIZE_BYTES, 0.001)  # before the lane has joined
         choice.sent(2, COMPARED_BYTES - 1, 0.001)
     assert (choice.count, choice.is_settled) == (2, False)
+
+
+def test_only_tensors_of_an_accelerator_are_measured_to_a_worker_on_this_machine() -> None:
+    def send(device: str) -> None:
+        layout = Layout(torch.uint8, (SIZE_BYTES,), (1,), device=device)
+        for _ in range(SAMPLES):
+            lanes.settle()  # each keep-alive does so
+            lanes.sent(1, [OutgoingTensor(torch.empty(0), layout)], 1.0)
+
+    lanes = Lanes()
+    send("cpu")
+    assert lanes.choice.count == 1
+    send("cuda")
+    assert lanes.choice.count == 2
+    lanes.settle()
+    assert (lanes.choice.count, lanes.choice.is_settled) == (2, False)

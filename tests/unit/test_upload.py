@@ -127,26 +127,32 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
 
 
 @pytest.mark.slow
-def test_forward_waits_while_too_much_is_on_its_way() -> None:
+@pytest.mark.parametrize(
+    ("inflight_bytes", "inflight_boundaries", "most"),
+    [(400, 4, 2), (1, 4, 2), (1199, 4, 2), (1200, 4, 3), (1200, 2, 2), (1200, 1, 1)],
+)
+def test_forward_waits_while_too_much_is_on_its_way(inflight_bytes: int, inflight_boundaries: int, most: int) -> None:
     connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=600, inflight_boundaries=4)
-    first, second = save_of(torch.zeros(100)), save_of(torch.ones(100))
-    uploader.save(first)
-    thread = threading.Thread(target=uploader.save, args=(second,))
+    uploader = Uploader(connection.link, inflight_bytes=inflight_bytes, inflight_boundaries=inflight_boundaries)
+    for number in range(most):  # of 400 bytes each
+        uploader.save(save_of(torch.zeros(100), number))
+    one_more = save_of(torch.ones(100), most)
+    thread = threading.Thread(target=uploader.save, args=(one_more,))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
     connection.gate.set()
     thread.join(60)
     assert not thread.is_alive()
-    second.saved.result(10)
+    one_more.saved.result(10)
     uploader.close()
 
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
     connection = FakeLink()
     uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
-    uploader.save(save_of(torch.zeros(100)))
+    for number in (1, 2):
+        uploader.save(save_of(torch.zeros(100), number))
     connection.up = None
     connection.gate.set()
     lost = save_of(torch.ones(100))

@@ -156,11 +156,11 @@ class UncollectedGradients:
     def _asked(
         self, worker_session: WorkerSession, count: Callable[[int], None], *, may_stripe: bool
     ) -> list[tuple[Tensor, Tensor]]:
-        memory = worker_session.memory
-        answer = memory.answer() if memory is not None else 0
-        offer = NO_LANES
-        if may_stripe and memory is None:
+        memory, offer = worker_session.memory, NO_LANES
+        devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
+        if may_stripe and (memory is None or devices):  # what is on an accelerator can't use shared memory
             offer = self._connection.lanes.offer(worker_session.session)
+        answer = memory.answer() if memory is not None and not offer.number else 0
         request = segment_pb2.CollectGradientsRequest(
             session=worker_session.session,
             commits=self._commits(),
@@ -169,7 +169,6 @@ class UncollectedGradients:
             stripes=offer.number,
         )
         method = self._connection.stubs(worker_session).segments.CollectGradients
-        devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
             method,
             request,

@@ -396,7 +396,7 @@ class Connection:
             address = socket_address(self._socket_path)
         self.lanes.keep(worker_session.session, lambda: self._lane_to(address))
         if is_near:
-            self.lanes.choice.settle()
+            self.lanes.settle()
 
     def _lane_to(self, address: Address) -> Lane:
         channel = self._channel_to(address)

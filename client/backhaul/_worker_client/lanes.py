@@ -14,7 +14,7 @@ What the pieces of a transfer are, and what happens when a lane breaks: NOTE [St
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from types import SimpleNamespace
@@ -24,6 +24,7 @@ import grpc
 
 from backhaul._worker_client.connection_count import ConnectionCount
 from backhaul_proto.v1 import session_pb2
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, payload_bytes
 
 JOIN_S = 10.0
 """Seconds after which a lane that has not joined is given up."""
@@ -103,6 +104,7 @@ class Lanes:
         self._lock = threading.Lock()  # guards the fields below
         self._session = ""
         self._lanes: list[Lane] = []
+        self._has_accelerator = False  # whether tensors of an accelerator were sent
         self._is_suspect = False  # a lane broke, and the others have not been asked since (Rule 3)
         self._pause_s, self._paused_until_s = FIRST_PAUSE_S, 0.0
         self._numbers = itertools.count(1)
@@ -133,6 +135,26 @@ class Lanes:
             lane.close()
         for lane in joining:  # outside the lock, because a call that fails at once calls `broke`
             lane.join(session, self.broke)
+
+    def settle(self) -> None:
+        """Chooses one connection, to a worker on this machine. Further ones gain nothing for the host's tensors.
+
+        Those of an accelerator can't use shared memory. Once some were sent, the number is measured.
+        """
+        if not self._has_accelerator:
+            self.choice.settle()
+
+    def sent(self, connections: int, outgoing_tensors: Collection[OutgoingTensor], took_s: float) -> None:
+        """Notes an upload of whole tensors in messages, by which the number of connections is chosen.
+
+        Args:
+            connections: The number of connections that it used.
+            outgoing_tensors: The tensors that were sent.
+            took_s: Seconds that it took.
+        """
+        if not self._has_accelerator and any(outgoing.layout.is_on_accelerator for outgoing in outgoing_tensors):
+            self._has_accelerator, self.choice = True, ConnectionCount(self._given)
+        self.choice.sent(connections, payload_bytes(outgoing_tensors), took_s)
 
     def joined(self, session: str) -> Sequence[Lane]:
         """Returns the lanes that transfers of a worker session may use now."""

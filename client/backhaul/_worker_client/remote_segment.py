@@ -271,7 +271,7 @@ class SavedSegment:
             self._uploader.tensors.put(self.worker_session, missing, self._sent)
             missing = []
 
-        if self._answer_bytes <= (CHUNK_BYTES if self.worker_session.memory is None else PLACED_BYTES):
+        if self._answer_bytes <= (PLACED_BYTES if self._shares_memory else CHUNK_BYTES):
             answer = self._ask_shortly(request, missing, stubs)
             if answer is not None:
                 return answer
@@ -307,7 +307,7 @@ class SavedSegment:
 
     def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
         """Encodes the request under a new number for its answer in shared memory."""
-        request.answer = self._new_answer()
+        request.answer = self._new_answer(request.stripes)
         (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
         self._sent(len(encoded))
         return encoded
@@ -352,10 +352,10 @@ class SavedSegment:
     def _ask_for_saved(
         self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout], offer_lanes: _Offer
     ) -> SavedTensors:
-        request.answer = self._new_answer()
         method = self._connection.stubs(self.worker_session).segments.Recompute
         offer = offer_lanes()
         request.stripes = offer.number
+        request.answer = self._new_answer(request.stripes)
         stream = self._open(method, request, request.answer, offer, is_lent=True)
         try:
             result = stream.result()
@@ -435,14 +435,19 @@ class SavedSegment:
         self._uploader.watch.wait(self._save.saved, check)
         self._uploader.free_sent()
 
-    def _new_answer(self) -> int:
+    @property
+    def _shares_memory(self) -> bool:
+        """Whether the large tensors of answers go through shared memory. Those of an accelerator can't."""
+        return self.worker_session.memory is not None and self._device is None
+
+    def _new_answer(self, stripes: int) -> int:
+        """Returns a number for an answer in shared memory; 0 for one without, or one that is striped instead."""
         memory = self.worker_session.memory
-        return memory.answer() if memory is not None else 0
+        return memory.answer() if memory is not None and not stripes else 0
 
     def _lane_offer(self) -> LaneOffer:
         """Returns the lanes for an answer. Shared memory needs none."""
-        session = self.worker_session
-        return self._connection.lanes.offer(session.session) if session.memory is None else NO_LANES
+        return NO_LANES if self._shares_memory else self._connection.lanes.offer(self.worker_session.session)
 
     def _open(
         self, method: Any, request: Any, answer: int, offer: LaneOffer, *, is_lent: bool = False

@@ -11,9 +11,9 @@ from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.deadlines import Liveness, call_unary
 from backhaul._worker_client.request_stream import RequestStream
 from backhaul._worker_client.segment_upload import SegmentUpload
-from backhaul._worker_client.shared_memory import sending
+from backhaul._worker_client.shared_memory import can_share, sending
 from backhaul._worker_client.stored_tensors import StoredTensors
-from backhaul._worker_client.tensor_sender import TensorSender, payload_bytes
+from backhaul._worker_client.tensor_sender import TensorSender
 from backhaul_proto.v1 import program_pb2, segment_pb2
 from backhaul_runtime.errors import TransferError, WorkerError, WorkerLostError
 from backhaul_runtime.process.logs import about
@@ -24,7 +24,7 @@ from backhaul_runtime.tensors.staging import on_side_stream
 from backhaul_runtime.wire.layout_codec import encode_layout
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import encode_all
-from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches, payload_bytes
 
 logger = logging.getLogger("backhaul")
 MAX_ATTEMPTS = 3
@@ -233,9 +233,9 @@ class SegmentSender:
                 self._watch.sign()
             elif begin:
                 missing = self._tensors.put_alone(worker_session, itertools.chain(begin, sent), save.count)
-                if worker_session.memory is None and all(o.difference is None for o in outgoing_tensors.values()):
-                    sent_bytes = payload_bytes(outgoing_tensors.values())
-                    self._connection.lanes.choice.sent(1, sent_bytes, perf_counter() - began)
+                whole = all(outgoing.difference is None for outgoing in outgoing_tensors.values())
+                if whole and not can_share(worker_session.memory, outgoing_tensors.values()):
+                    self._connection.lanes.sent(1, outgoing_tensors.values(), perf_counter() - began)
             if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
                 raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
         return missing, answer

@@ -6,7 +6,7 @@ from time import perf_counter
 
 from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.deadlines import LANE_LOST, Liveness, call_unary, with_liveness
-from backhaul._worker_client.shared_memory import sending
+from backhaul._worker_client.shared_memory import can_share, sending
 from backhaul._worker_client.stored_tensors import StoredTensors
 from backhaul._worker_client.striped_upload import StripedUpload
 from backhaul._worker_client.worker_session import WorkerSession
@@ -18,11 +18,6 @@ from backhaul_runtime.wire.stripes import can_stripe
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 
 logger = logging.getLogger("backhaul")
-
-
-def payload_bytes(outgoing_tensors: Iterable[OutgoingTensor]) -> int:
-    """Returns the bytes of the elements of tensors."""
-    return sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors)
 
 
 class TensorSender:
@@ -62,8 +57,8 @@ class TensorSender:
         Raises as `put` does.
         """
         lanes = self._connection.lanes
-        joined = lanes.joined(worker_session.session) if worker_session.memory is None else ()
-        if not joined or not can_stripe(outgoing_tensors):
+        joined = lanes.joined(worker_session.session)
+        if not joined or not can_stripe(outgoing_tensors) or can_share(worker_session.memory, outgoing_tensors):
             return None
 
         def note(size_bytes: int) -> None:
@@ -82,7 +77,7 @@ class TensorSender:
             return None
         if len(addresses) != len(outgoing_tensors):
             raise WorkerLostError(f"the worker has taken {len(addresses)} tensors of {len(outgoing_tensors)}")
-        lanes.choice.sent(1 + len(joined), payload_bytes(outgoing_tensors), perf_counter() - began)
+        lanes.sent(1 + len(joined), outgoing_tensors, perf_counter() - began)
         return addresses
 
     def put_alone(

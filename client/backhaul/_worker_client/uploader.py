@@ -2,7 +2,7 @@
 
 One thread per connection sends everything in order. So a segment is released after it was saved, and tensors arrive
 before the segment that names them. Copies of arguments that wait to be sent are bounded in bytes and number; forward
-blocks at the bound.
+blocks at the bound. Two segments may wait however large they are, so that one is computed while another is sent.
 
 NOTE [Releases]
 1. A release is sent until the worker has answered it, or has lost the session. It may be repeated, because numbers of
@@ -39,6 +39,8 @@ logger = logging.getLogger("backhaul")
 GATHER_S = 0.005
 """Seconds within which releases are sent together. In backward there would otherwise be one call per segment."""
 MOST_GATHERED = 16
+ALWAYS_INFLIGHT = 2
+"""Number of segments whose copies may wait to be sent whatever their bytes, if `inflight_boundaries` allows them."""
 REPEAT_S = 1.0
 """Seconds after which releases without an answer are sent again (Rule 1 of NOTE [Releases])."""
 
@@ -57,7 +59,7 @@ class Uploader:
 
     Args:
         connection: The connection to the worker.
-        inflight_bytes: Bound of the bytes of copies that wait to be sent.
+        inflight_bytes: Bound of the bytes of copies that wait to be sent, from the third segment on.
         inflight_boundaries: Bound of the number of segments with such copies.
         compression: Decides which tensors are sent as differences; None to send all of them whole.
 
@@ -116,9 +118,10 @@ class Uploader:
                 raise
 
     def _is_full(self, save: SegmentUpload) -> bool:
-        queued_bytes = sum(waiting.queued_bytes for waiting in self._waiting)
-        too_large = queued_bytes and queued_bytes + save.queued_bytes > self._limit_bytes
-        return bool(too_large) or len(self._waiting) >= self._limit_boundaries
+        if len(self._waiting) < ALWAYS_INFLIGHT:
+            return len(self._waiting) >= self._limit_boundaries
+        queued_bytes = sum(waiting.queued_bytes for waiting in (*self._waiting, save))
+        return queued_bytes > self._limit_bytes or len(self._waiting) >= self._limit_boundaries
 
     def free_sent(self) -> None:
         """Frees what has been sent.

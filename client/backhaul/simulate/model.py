@@ -16,7 +16,8 @@ from backhaul_runtime.replay.schedule import Key, Schedule
 STEPS = 3
 """Simulated steps. In the first one the number of segments is unknown; only the last one is reported."""
 INFLIGHT_BYTES = 64 << 20
-"""Forward blocks while more bytes than this are queued for upload. It is the default of `inflight_bytes`."""
+"""Forward blocks while more bytes than this are queued for upload, and more than two boundaries. It is the default of
+`inflight_bytes`."""
 _ENOUGH_BYTES = 1 << 62
 
 
@@ -211,7 +212,8 @@ class _Trainer:
             self.replays.append(sum(worker.replays for worker in self._workers) - replays)
 
     def _queue(self, number: int, worker: _Worker) -> Thread:
-        while self._waiting_bytes and self._waiting_bytes + self._costs.boundary_bytes > INFLIGHT_BYTES:
+        most_bytes = max(INFLIGHT_BYTES, 2 * self._costs.boundary_bytes)
+        while self._waiting_bytes + self._costs.boundary_bytes > most_bytes:
             self._sent = Event()
             yield self._sent
         self._waiting_bytes += self._costs.boundary_bytes

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_DECLARED
 from backhaul_runtime.wire.splicing import Batch
-from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches, payload_bytes
 
 T = TypeVar("T")
 
@@ -33,8 +33,7 @@ STRIPED_BYTES = 2 * CHUNK_BYTES
 
 def can_stripe(outgoing_tensors: Sequence[OutgoingTensor]) -> bool:
     """Whether a transfer is large enough to be striped, and one message can declare all of its tensors."""
-    payload_bytes = sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors)
-    return payload_bytes >= STRIPED_BYTES and len(outgoing_tensors) <= MAX_DECLARED
+    return payload_bytes(outgoing_tensors) >= STRIPED_BYTES and len(outgoing_tensors) <= MAX_DECLARED
 
 
 def stripes(outgoing_tensors: Sequence[OutgoingTensor]) -> tuple[Batch, Generator[Batch]]:

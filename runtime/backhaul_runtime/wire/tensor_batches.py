@@ -98,6 +98,11 @@ SharedWriter: TypeAlias = Callable[[OutgoingTensor], tensor_pb2.Location | None]
 """Copies a tensor into shared memory and returns its location. Returns None if the tensor must be sent as chunks."""
 
 
+def payload_bytes(outgoing_tensors: Iterable[OutgoingTensor]) -> int:
+    """Returns the bytes of the elements of tensors."""
+    return sum(outgoing.layout.payload_bytes for outgoing in outgoing_tensors)
+
+
 def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
     """Encodes tensors as messages of about CHUNK_BYTES each, in order. The messages share the memory of the tensors.
 
