@@ -125,9 +125,9 @@ def test_each_statement_has_tests() -> None:
     rows = re.findall(r"^\| (?!\|)(.+?) \|", page, re.MULTILINE)
     bullets = re.findall(r"^- (.+)", page, re.MULTILINE)
     known = [*TESTS, *WITHOUT_TEST]
-    found = [[text for text in known if statement.startswith(text)] for statement in [*rows, *bullets]]
-    assert [len(texts) for texts in found] == [1] * len(found)
-    assert sorted(text for texts in found for text in texts) == sorted(known)
+    matching = [[text for text in known if statement.startswith(text)] for statement in [*rows, *bullets]]
+    assert [len(texts) for texts in matching] == [1] * len(matching)
+    assert sorted(text for texts in matching for text in texts) == sorted(known)
 
 
 def test_each_test_of_a_statement_exists() -> None:

@@ -200,7 +200,8 @@ class HeldGradients:
 
         present_states = states()
         try:
-            _deliver(hooked, _in_order)
+            _deliver(hooked, _in_order)  # first, as a hook may raise, and nothing else is to be undone then
+            # A hook that steps an optimizer changes weights with which other micro-batches were not computed.
             if present_states != states() or (hooked and changed() is not None):
                 raise AccumulationError(
                     "a hook of a parameter has changed a parameter, or the .grad of another one, when a block ended. "
@@ -208,6 +209,7 @@ class HeldGradients:
                 )
             for held in plain.values():
                 before.append(_Before(held))
+                # The sum began from `.grad`, so it replaces `.grad`. Adding it would count the earlier part twice.
                 if held.total is not None and held.leaf.grad is not None:
                     with torch.no_grad():
                         held.leaf.grad.copy_(held.total)

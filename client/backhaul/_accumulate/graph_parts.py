@@ -128,32 +128,37 @@ def _parts(
 ) -> Parts:
     inner = {node for edges in run for node in edges.nodes}
     below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
-    if root in inner:
+    if root in inner:  # there would be no head from which to take the gradient that the run begins with
         raise Refusal("the loss is itself the output of a segment")
     head = [node for node in everything if node not in inner and node not in below]
+    # Rule 3: the gradient of a leaf that head and tail share is taken in two steps, so that the run is not entered.
     shared = {target for node in head for target in _targets(node) if target in leaves and target[0] in below}
     sides = _leading_only_to(shared, head)
     through = {*head} - sides
     crossing = {target for node in through for target in _targets(node) if target[0] not in through}
+    # The node that uses the leaf also leads to the run, so autograd could not stop before it and go on from there.
     if crossing & shared:
         raise Refusal(
             "an operation after the last segment uses a parameter of a segment and also leads to the segments"
         )
+    # Another edge into the run or the tail would contribute to their gradients when the head runs, which is before the
+    # run has contributed (Rule 2).
     if any(target != run[0].target and target[0] not in sides for target in crossing):
         raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
     if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
         raise Refusal("a tensor computed from a parameter of a segment has a hook, or was made before the block")
-    if any(map(reads_running_statistics, below)):
+    if any(map(reads_running_statistics, below)):  # Rule 6
         raise Refusal(
             "a batch norm before the last segments is in eval mode, and another call may change what it reads"
         )
+    # Rule 5: collectives of the tail would come later than on a rank that does not divide its graph.
     if _has_ranks() and any(node in hooked or _may_communicate(node) for node in below):
         raise Refusal(
             "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
             "communicate, which all ranks must do in the same order"
         )
-    if any(map(_may_read_state, below)):
+    if any(map(_may_read_state, below)):  # Rule 7
         raise Refusal("a custom function before the last segments may read what changes before it runs")
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],

@@ -51,28 +51,31 @@ def contributions_in(
     """
     sources = [contribution.source for contribution in result.contributions]
     used = [source for source, _ in due]
-    if sources != used:
+    if sources != used:  # contributions are added in this order, so another one would give other bits
         raise TransferError(f"the answer has gradients for the sources {sources}, one per use, but forward used {used}")
     views: list[View] = []
     for index, contribution in enumerate(result.contributions):
         if not contribution.HasField("view"):
+            # A gradient that stays where no later message adds it would be missing from the sum.
             if contribution.kept and contribution.source not in slots:
                 raise TransferError(
                     f"the worker kept a gradient of source {contribution.source}, which was not allowed"
                 )
             continue
+        # A gradient that is both sent and kept would be added twice.
         if contribution.kept or contribution.view.position != index:
             raise TransferError(
                 f"contribution {index} has the number {contribution.view.position}"
                 + (", and is said to be kept" if contribution.kept else "")
             )
+        # A second gradient beside the sum would be added twice. Those of a source follow each other.
         if contribution.source in summed and index and sources[index - 1] == contribution.source:
             raise TransferError(f"source {contribution.source} has two contributions, but their sum was requested")
         views.append(decode_view(contribution.view))
     both = {c.source for c in result.contributions if c.kept} & {
         c.source for c in result.contributions if c.HasField("view")
     }
-    if both:
+    if both:  # the trainer adds those that were sent at once, but those that were kept later: another order, other bits
         raise TransferError(f"the worker kept some gradients of the sources {sorted(both)}, and sent others")
     gradients = _unbundled(tensors, views)
     for index, gradient in gradients.items():

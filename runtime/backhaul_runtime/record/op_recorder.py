@@ -66,11 +66,13 @@ class OpRecorder:
 
     def _node(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         call = self._call
-        if op_rules.is_collective:
+        if op_rules.is_collective:  # a replay would wait for the other ranks for ever
             raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
+        # An op of another library. The value check then covers what it reads and keeps, see OpaqueCheck.
         is_opaque = op_rules.name not in self._allowed
         if is_opaque and (reason := self._allows.why_not_op(op_rules.name)):
             raise Refusal(reason)
+        # In a tensor from outside it could read memory that was not sent.
         if op_rules.name in ABSOLUTE and args[0] not in call.interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
         if op_rules.name in RECURRENT and draws_beside_generators(op, args, kwargs):
@@ -79,14 +81,15 @@ class OpRecorder:
             )
         call.states.capture()
         call.interior.check_reads(op_rules, args, kwargs)
-        if op_rules.draws or is_opaque:
+        if op_rules.draws or is_opaque:  # nobody knows whether an op of another library draws
             call.generators.begin(args, kwargs)
+        # A worker checks these arguments by their values and would refuse the segment when it is too late to keep it.
         if op_rules.name in CHECKED_WHEN_RECORDED:
             try:
                 check_values(op_rules.name, op, args, kwargs)
             except ValueError as error:
                 raise Refusal(f"a worker does not run this call of {op_rules.name}: {error}") from None
-        if op_rules.name in GEOMETRY:
+        if op_rules.name in GEOMETRY:  # values that become sizes, of which autograd saves none
             args = call.arguments.with_geometry(GEOMETRY[op_rules.name], args)
         of_op = call.arguments.of_op
         node = Node(
@@ -101,7 +104,7 @@ class OpRecorder:
         if is_opaque:
             names.ops.add(op_rules.name)
             call.opaque.begin()
-        if op_rules.draws and not call.choices.are_recorded:
+        if op_rules.draws and not call.choices.are_recorded:  # recorded draws are sent instead of the state
             call.generators.add(node, continues=call.generators.continues(args, kwargs))
         return node
 

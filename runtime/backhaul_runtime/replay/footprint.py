@@ -93,18 +93,23 @@ class FootprintMeter:
         replay, backward = _Levels(self._node), _Levels(self._node)
         for storage in own:
             size = storage.size_bytes
+            # What autograd saves, and outputs, live until backward; all else until the last node that reads it.
             replay.add(storage.made_by, end if _is_kept(storage) else storage.last_use, size)
-            if _is_kept(storage):
+            if _is_kept(
+                storage
+            ):  # the caller holds an output to the end, autograd frees the rest at the node that saved it
                 backward.add(0 if storage.is_output else storage.saved_by or 0, end, size)
             # Its gradient exists from its last use, which backward reaches first, until the node that made it.
             if storage.requires_grad and (storage.uses or not storage.is_output):
                 backward.add(storage.made_by, storage.last_use, size)
+                # Each use but the last makes a contribution of its own beside the sum.
                 for use in storage.uses:
                     backward.add(use, use, size if use < storage.last_use else 0)
+        # Contributions to sources are not added up: each lives until the answer is sent.
         for source in self._storages.values():
             for use in source.uses if source.is_source and source.requires_grad else ():
                 backward.add(0, use, source.size_bytes)
-        for node, viewed in self._views:
+        for node, viewed in self._views:  # the backward of a view fills a gradient of the size of its base
             backward.add(node, node, viewed.size_bytes)
         for node, temporary_bytes in enumerate(self._temporary_bytes):
             backward.add(node, node, temporary_bytes)

@@ -533,6 +533,8 @@ class Replay:
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
         own = self._packing.of_functions - self._lent
+        # On the trainer a function may do anything, as without checkpointing. Only what a second backward would see of
+        # it is noted. On a worker it is watched.
         contexts = [context_digest(node) for _, node in self._custom] if self._is_own else []
         watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
@@ -540,6 +542,7 @@ class Replay:
                 torch.autograd.grad(
                     [self._outputs[position] for position in positions],
                     inputs,
+                    # A function may write to the gradients that it gets, which belong to the request.
                     [copy_exact(g) if is_guarded else g for g in (gradients[position] for position in positions)],
                     create_graph=create_graph,
                     allow_unused=True,

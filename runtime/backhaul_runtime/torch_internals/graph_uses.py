@@ -123,11 +123,14 @@ def find_stages(
         for node in nodes:
             common = stage_of[part_of.setdefault(node, position)]
             stage_of = [stage_of[position] if stage == common else stage for stage in stage_of]
+    # Only what these nodes compute leaves the call.
     for node in {use.node for used in uses for use in used}:
         stage = stage_of[part_of[node]]
         # A backward from one output would also run this node for sources that only another output may ask for.
         if any(stage_of[position] == stage and node not in nodes for position, nodes in enumerate(reached)):
             raise Refusal("its outputs share a part of its inside, but lead to different inputs or to each other")
+    # A stage that contributes to an output of another one comes before it, because autograd completes the gradient of
+    # an output before it enters what is behind.
     needs = {
         (stage_of[part_of[use.node]], stage_of[position])
         for position, used in enumerate(uses[len(uses) - len(outputs) :])
