@@ -6,9 +6,9 @@ import torch
 
 from backhaul_bench.outcomes import Outcome, of_rounds
 from backhaul_bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_bench.simulation.throttled_proxy import ThrottledProxy
 from backhaul_bench.stage import OVER_TCP, Stage
 from backhaul_bench.steps import on_trainer
+from backhaul_bench.throttled_proxy import ThrottledProxy
 from backhaul_bench.training import SMALL, Training, compare
 
 BYTES_PER_S = 12.5e6

@@ -79,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from backhaul_experiment.conduct.costs import measure_costs
     from backhaul_experiment.conduct.progress import progress
     from backhaul_experiment.conduct.runner import Runner, machine, open_fabric, store_path
 
@@ -100,7 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
         )
         try:
             with progress(remaining) as shown:
-                outcome = runner.run(shown, measure_costs)
+                outcome = runner.run(shown)
         except KeyboardInterrupt:
             print("backhaul experiment: interrupted; the same command continues with what is missing", file=sys.stderr)
             return 130
@@ -152,7 +151,7 @@ def _write(records: Records, folder: Path) -> None:
 
     for path in records.damaged():
         print(f"backhaul experiment: {path} is damaged and left out: run the experiment again", file=sys.stderr)
-    for path in write_report(records.experiment(), records.visits(), records.costs(), folder):
+    for path in write_report(records.experiment(), records.visits(), folder):
         print(path)
 
 

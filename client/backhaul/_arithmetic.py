@@ -164,3 +164,58 @@ def data_parallel_ratio(
     """
     computed = (1 - recomputed) / (1 + speeds)
     return max(computed, 2 * trained_bytes / bytes_per_s / step_s)
+
+
+def sessions_per_worker(speed: float, backward: float) -> float:
+    """Returns the sessions whose segments one worker computes in the time of their steps with torch's checkpoint.
+
+    With more sessions for each worker, steps with `loss.backward()` take longer than with torch's checkpoint.
+
+    Args:
+        speed: The relative speed of the worker.
+        backward: A layer's backward relative to its forward.
+    """
+    return speed / blocking_threshold(backward)
+
+
+def link_bytes(
+    boundary_bytes: float, segments: float, workers: float, micro_batches: float, trained_bytes: float
+) -> float:
+    """Returns the bytes that an optimizer step with `loss.backward()` moves in the busier of the two directions.
+
+    The trainer sends trained weights once, a boundary for each segment, and the gradient of the last output of each
+    worker. Workers return the gradients of trained weights and of a boundary for each segment and micro-batch.
+
+    Args:
+        boundary_bytes: Size of a boundary.
+        segments: Segments of a micro-batch.
+        workers: Number of workers that share the segments, each with consecutive ones.
+        micro_batches: Micro-batches of the step.
+        trained_bytes: Size of the trained weights of all segments.
+    """
+    sent = trained_bytes + micro_batches * (segments + workers) * boundary_bytes
+    returned = micro_batches * (trained_bytes + segments * boundary_bytes)
+    return max(sent, returned)
+
+
+def sessions_per_link(step_bytes: float, step_s: float, bytes_per_s: float) -> float:
+    """Returns the sessions whose steps a link carries in the time of a step.
+
+    Args:
+        step_bytes: What a step of a session moves in the busier direction.
+        step_s: Duration of a step.
+        bytes_per_s: Bandwidth of the link in each direction.
+    """
+    return step_s * bytes_per_s / step_bytes
+
+
+def dashboard_cores(workers: float, sessions: float) -> float:
+    """Returns the cores that a dashboard needs. It has one event loop, so it keeps up only below 1.
+
+    The numbers are a line through measurements of 25 November 2026, see docs/scale.md.
+
+    Args:
+        workers: Number of workers that the dashboard watches.
+        sessions: Number of sessions that report to them, with a step in each second.
+    """
+    return 0.0188 + 0.00045 * workers + 0.000115 * sessions

@@ -41,7 +41,7 @@ class Output:
         name: The name, for later expressions.
         label: What people read.
         expression: A Python expression of inputs, formulas and earlier outputs.
-        unit: How the number is shown: "ms", "bytes", "ratio", "rate" or "count".
+        unit: How the number is shown: "ms", "s", "bytes", "ratio", "rate" or "count".
     """
 
     name: str
@@ -117,6 +117,7 @@ OUTPUTS = (
         "tokens_that_hide_weights(trained_bytes, bytes_per_s, layers * layer_s / tokens, backward)",
         "count",
     ),
+    Output("torch_s", "Step with torch's checkpoint", "micro_batches * layers * layer_s * (2 + backward)", "s"),
     Output(
         "offload",
         "Step with activations offloaded to the host over torch's",
@@ -126,8 +127,26 @@ OUTPUTS = (
     Output(
         "parallel",
         "Step with data parallelism over torch's, if the model fits on each machine",
-        "data_parallel_ratio(workers * speed, trained_bytes, bytes_per_s, "
-        "micro_batches * layers * layer_s * (2 + backward), 0)",
+        "data_parallel_ratio(workers * speed, trained_bytes, bytes_per_s, torch_s, 0)",
+        "ratio",
+    ),
+    Output(
+        "core_sessions",
+        "Sessions with loss.backward() that a worker's core serves at torch's pace",
+        "sessions_per_worker(speed, backward)",
+        "ratio",
+    ),
+    Output(
+        "link_sessions",
+        "Sessions with loss.backward() that a worker's link carries at torch's pace",
+        "sessions_per_link(link_bytes(boundary_bytes, segments, workers, micro_batches, trained_bytes), "
+        "torch_s, bytes_per_s)",
+        "ratio",
+    ),
+    Output(
+        "dashboard",
+        "Cores of a dashboard of 1,000 workers with that many sessions, at most 1",
+        "dashboard_cores(1000, 1000 * min(core_sessions, link_sessions))",
         "ratio",
     ),
 )

@@ -59,7 +59,7 @@ def scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
     ("words", "completed"),
     [
         ("backhaul wor", {"worker"}),
-        ("backhaul simulate", {"simulate", "simulate-fleet"}),
+        ("backhaul sim", {"simulate"}),
         ("backhaul worker --lis", {"--listen"}),
         ("backhaul fleet d", {"drain", "down"}),
         ("backhaul completion z", {"zsh"}),
@@ -77,7 +77,7 @@ def test_other_shells_get_a_script(shell: str, mark: str, capsys: pytest.Capture
     assert complete(PARSER.parse_args(["completion", shell])) == 0
     script = capsys.readouterr().out
     assert mark in script
-    assert "simulate-fleet" in script
+    assert "simulate" in script
     assert "%(default)" not in script
 
 

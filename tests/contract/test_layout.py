@@ -112,7 +112,7 @@ HELP = "from contextlib import suppress\nfrom backhaul._cli.main import main\nwi
         HELP.format(["health", "http://127.0.0.1:1"]),
         HELP.format(["top", "--help"]),
         HELP.format(["simulate", "--help"]),
-        HELP.format(["simulate-fleet", "--costs", "docs/simulation.json", "--no-simulate"]),
+        HELP.format(["simulate", "--costs", "docs/simulation.json"]),
         "import backhaul.simulate.predictions",
         HELP.format(["--version"]),
         "import backhaul_server.dashboard.http.app",

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 TINY = """
 description = "Two cells."
-predictions = false
 repeats = 1
 warm_up = 1
 rounds = 1

@@ -99,17 +99,3 @@ def test_the_settings_of_a_plan_reach_backhaul_wrap(worker: WorkerProcess) -> No
         for _ in range(2):
             model(x).sum().backward()
         assert session.report().segments[0].calls == 4 + 1
-
-
-@pytest.mark.slow
-def test_validation_runs_plans_of_each_kind(
-    worker: WorkerProcess, capsys: pytest.CaptureFixture[str], output: Path
-) -> None:
-    arguments = ["--worker", worker.address, "--model", MODEL, "--micro-batches", "2", "--output", str(output)]
-    path = output.with_suffix(".json")
-    _, said, _ = run(capsys, "--budget", "1GiB", *arguments, "--validate", "--json", str(path))
-    rows = json.loads(path.read_text())["validation"]
-    kinds = {row["name"].split(",")[0] for row in rows}
-    assert {"without checkpointing", "torch's checkpoint", "blocking"} <= kinds
-    assert all(row["measured_s"] > 0 and row["measured_bytes"] > 0 and not row["fallbacks"] for row in rows)
-    assert f"of {len(rows)} predicted durations are within 15% of the measured ones." in said

@@ -51,6 +51,24 @@ def test_tokens_that_hide_the_traffic_of_all_weights() -> None:
         assert tokens == approx(known, rel=0.1)
 
 
+def test_sessions_that_a_worker_and_a_link_serve() -> None:
+    assert a.sessions_per_worker(1.0, a.FULL_BACKWARD) == approx(4 / 3)
+    trained = LAYERS * PARAMETERS * 2
+    step_s = 8 * LAYERS * layer_s(RTX_4090) * (2 + a.FULL_BACKWARD)
+    lora, full = (a.link_bytes(BOUNDARY, 16, 1, 8, part * trained) for part in (0.005, 1))
+    assert lora == approx(
+        0.005 * trained + 8 * 17 * BOUNDARY
+    )  # what goes up: one boundary more than there are segments
+    assert full == approx(8 * (trained + 16 * BOUNDARY))  # what comes down: gradients of all weights, each time
+    assert a.sessions_per_link(full, step_s, 10 * GBIT) == approx(0.41, abs=0.005)
+
+
+def test_the_line_of_a_dashboard_goes_through_what_was_measured() -> None:
+    sizes = ((50, 50, 0.053), (50, 100, 0.051), (50, 200, 0.058), (50, 400, 0.090), (100, 50, 0.068), (200, 50, 0.115))
+    assert all(a.dashboard_cores(workers, sessions) == approx(cores, abs=0.014) for workers, sessions, cores in sizes)
+    assert a.dashboard_cores(1_736, 1_736) < 1 < a.dashboard_cores(1_737, 1_737)
+
+
 def test_limits_of_deferral() -> None:
     assert a.deferred_limit(10, a.LORA_BACKWARD) == approx(3.05)
     assert a.deferred_limit(10, a.FULL_BACKWARD) == 4

@@ -102,10 +102,6 @@ def test_an_impossible_matrix_is_named_and_counted(table: dict[str, Any], said: 
         ({"nodes": {"token_file": 3}}, "nodes.token_file: 3 is not a text"),
         ({"nodes": {"session": {"returns": "activations"}}}, r"returns is an axis, so set it in \[matrix\]"),
         ({"nodes": {"worker_options": ["--listen=0.0.0.0:1"]}}, "leave out --listen=0.0.0.0:1"),
-        (
-            {"simulated": {"zebra": 1}},
-            'simulated: "zebra" is not an axis.* The simulated matrix would have been 1 cell',
-        ),
     ],
 )
 def test_a_wrong_key_is_named(table: dict[str, Any], said: str) -> None:
@@ -125,11 +121,6 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
             read(tmp_path / "a.toml")
 
 
-def test_an_axis_that_only_simulated_cells_vary_is_named() -> None:
-    experiment = parse({"matrix": {"workers": [1, 2]}, "simulated": {"workers": 8, "batch": 8}}, "name")
-    assert experiment.matrix.varied == ("workers", "batch")
-
-
 def test_a_title_is_one_line() -> None:
     assert parse({"title": "Two\n# lines"}, "name").title == "Two # lines"
 
@@ -141,15 +132,6 @@ def test_the_digest_follows_the_content_and_not_comments(tmp_path: Path) -> None
         (tmp_path / "a.toml").write_text(text)
         digests.append(read(tmp_path / "a.toml").digest)
     assert digests[0] == digests[1] != digests[2]
-
-
-def test_simulated_cells_follow_the_others_and_keep_what_is_fixed() -> None:
-    experiment = parse({"matrix": {"workers": [1, 2], "batch": 8}, "simulated": {"workers": [4, 8]}}, "name")
-    assert [(one.number, one["workers"], one["batch"]) for one in experiment.simulated] == [
-        (2, 4, 8),
-        (3, 8, 8),
-    ]
-    assert all(one.is_simulated for one in experiment.simulated)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=[path.stem for path in SHIPPED])

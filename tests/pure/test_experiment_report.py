@@ -17,7 +17,6 @@ from backhaul_experiment.plan.spec import CHARTS, parse
 from backhaul_experiment.report.chart import ChartLine, ChartPoint, LineChart, draw, nice_ticks
 from backhaul_experiment.report.charts import figures, loss_sentence, positions
 from backhaul_experiment.report.pages import write_report
-from backhaul_experiment.report.predictions import kind_of, predict_cell
 from backhaul_experiment.report.results import results
 
 MACHINE = {
@@ -60,7 +59,7 @@ WORKERS = {"steps": 2, "rounds": 2, "matrix": {"workers": [1, 2, 4]}, "title": "
 def test_a_ratio_is_of_steps_in_the_same_round() -> None:
     visit = visit_of(0, 0, 1.0, 1.0, 1.0)
     visit["step_s"] = {"none": [[1.0, 10.0]], "torch": [[2.0, 20.0]], "backhaul": [[1.5, 15.0]]}
-    (result, *others) = results(experiment_of(WORKERS), [visit], {})
+    (result, *others) = results(experiment_of(WORKERS), [visit])
     assert result.over_none is not None
     assert result.over_none.low == result.over_none.high == 1.5
     assert result.over_torch is not None
@@ -71,13 +70,13 @@ def test_a_ratio_is_of_steps_in_the_same_round() -> None:
 
 def test_a_cell_with_unequal_gradients_has_no_result() -> None:
     bad = {"cell": 0, "repeat": 1, "status": "unequal", "why": "3 gradients differ", "shares": {"trainer": 1.0}}
-    result = results(experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.5, 1.2), bad], {})[0]
+    result = results(experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.5, 1.2), bad])[0]
     assert (result.state, result.why, result.is_measured) == ("unequal", "3 gradients differ", False)
 
 
 def test_the_report_says_where_it_breaks_even(tmp_path: Path) -> None:
     visits = [visit_of(0, 0, 1.0, 1.4, 2.0), visit_of(1, 0, 1.0, 1.4, 1.5), visit_of(2, 0, 1.0, 1.4, 1.1)]
-    page, markdown = write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    page, markdown = write_report(experiment_of(WORKERS), visits, tmp_path)
     for text in (page.read_text(), markdown.read_text()):
         assert "breaks even with torch.utils.checkpoint between 2 workers and 4 workers" in text
         assert "50% to 80%" not in text
@@ -88,21 +87,21 @@ def test_the_report_says_where_it_breaks_even(tmp_path: Path) -> None:
 def test_a_report_of_a_busy_machine_calls_its_numbers_hints(tmp_path: Path) -> None:
     for share, is_busy in ((0.1, False), (0.6, True)):
         _, markdown = write_report(
-            experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.4, 2.0, foreign_share=share)], {}, tmp_path
+            experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.4, 2.0, foreign_share=share)], tmp_path
         )
         assert ("hints rather than results" in markdown.read_text()) == is_busy
 
 
 def test_nothing_is_said_of_other_programs_where_they_cannot_be_told_from_workers(tmp_path: Path) -> None:
     visits = [visit_of(number, 0, 1.0, 1.0, 1.0, foreign_share=None) for number in range(3)]
-    write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    write_report(experiment_of(WORKERS), visits, tmp_path)
     assert "Other programs" not in (tmp_path / "example.md").read_text()
 
 
 def test_core_bound_cells_are_kept_out_of_sentences(tmp_path: Path) -> None:
     bound = {"trainer": 1.0, "worker": 1.0, "is_core_bound": True, "why": "no cgroup"}
     visits = [visit_of(0, 0, 1.0, 1.4, 1.2), visit_of(1, 0, 1.0, 1.4, 1.2), visit_of(2, 0, 1.0, 1.4, 9.0, shares=bound)]
-    _, markdown = write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    _, markdown = write_report(experiment_of(WORKERS), visits, tmp_path)
     assert "6.43 times" not in markdown.read_text()
     assert "faster than torch.utils.checkpoint everywhere" in markdown.read_text()
     assert "core-bound" in markdown.read_text()
@@ -113,7 +112,7 @@ def test_a_failed_cell_shows_the_end_of_its_log(tmp_path: Path) -> None:
         "cell": 2, "repeat": 0, "status": "failed", "why": "worker 1 has ended with code 2", "log": "<bad> option",
         "shares": {"trainer": 0.5, "worker": 0.5, "is_core_bound": False, "why": ""},
     }  # fmt: skip
-    page, _ = write_report(experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.4, 1.2), failed], {}, tmp_path)
+    page, _ = write_report(experiment_of(WORKERS), [visit_of(0, 0, 1.0, 1.4, 1.2), failed], tmp_path)
     assert "Cell 2 failed: worker 1 has ended with code 2" in page.read_text()
     assert "&lt;bad&gt; option" in page.read_text()
     assert "1 of 3 cells have not run yet" in page.read_text()
@@ -146,7 +145,7 @@ def sentence_of(ratios: list[float]) -> str:
     visits = [visit_of(number, 0, 1.0, 1.0, ratio) for number, ratio in enumerate(ratios)]
     table = {**WORKERS, "matrix": {"workers": [1, 2, 4][: len(ratios)]}}
     experiment = experiment_of(table)
-    cells = results(experiment, visits, {})
+    cells = results(experiment, visits)
     return next(
         chart.sentence
         for chart in figures(cells, experiment["settings"]["varied"], [], ["step_time"])
@@ -172,7 +171,7 @@ def test_a_sentence_does_not_call_far_ratios_close(ratios: list[float], said: st
 def test_a_higher_peak_than_without_backhaul_is_said() -> None:
     experiment = experiment_of(WORKERS)
     peaks = {"none": 100_000_000, "torch": 40_000_000, "backhaul": 150_000_000}
-    cells = results(experiment, [visit_of(number, 0, 1.0, 1.0, 1.0, peak_bytes=peaks) for number in range(3)], {})
+    cells = results(experiment, [visit_of(number, 0, 1.0, 1.0, 1.0, peak_bytes=peaks) for number in range(3)])
     (chart,) = figures(cells, ["workers"], [], ["peak"])
     assert "is 1.50 times that without checkpointing, and 3.75 times that with" in chart.sentence
 
@@ -186,7 +185,7 @@ def test_baselines_that_differ_are_drawn_for_each_series() -> None:
         }
         visits.append(visit_of(number, 0, 1.0, 1.0 + cell["batch"] / 10, 1.0, peak_bytes=bytes_of))
     charts = {
-        chart.key: chart.chart for chart in figures(results(experiment, visits, {}), ["workers", "batch"], [], CHARTS)
+        chart.key: chart.chart for chart in figures(results(experiment, visits), ["workers", "batch"], [], CHARTS)
     }
     peaks = {line.name: [point.y for point in line.points] for line in charts["peak-workers"].lines}
     assert peaks["without checkpointing, 2 rows in a step"] == [20.0, 20.0]
@@ -203,29 +202,16 @@ def test_each_of_several_losses_is_told() -> None:
         {"steps": 2, "rounds": 4, "events": [{"at_step": 1}, {"at_step": 2}], "matrix": {"workers": 1}}
     )
     steps = {"none": [[1.0] * 4], "torch": [[1.0] * 4], "backhaul": [[1.0, 3.0, 4.0, 1.5]]}
-    (result,) = results(experiment, [visit_of(0, 0, 1.0, 1.0, 1.0, step_s=steps)], {})
+    (result,) = results(experiment, [visit_of(0, 0, 1.0, 1.0, 1.0, step_s=steps)])
     said = loss_sentence(result, experiment["settings"]["events"])
     assert "A worker is killed in the middle of step 1, which then takes 3.00 times" in said
     assert "a worker is killed in the middle of step 2, which then takes 4.00 times" in said
     assert "steps before them take 1.00 times as long; those after them 1.50 times" in said
 
 
-def test_trainers_with_a_worker_each_do_not_share_it_in_a_prediction() -> None:
-    costs = dict.fromkeys(("forward_s", "backward_s", "optimizer_s", "record_s", "upload_s", "ingest_s"), 0.001)
-    costs |= dict.fromkeys(("replay_s", "replay_backward_s", "answer_s", "finish_s"), 0.001)
-    footprint = {"replay_bytes": 0, "ready_bytes": 0, "backward_bytes": 0}
-    costs |= {"weight_bytes": 1000, "boundary_bytes": 1000, "footprint": footprint}  # type: ignore[dict-item]
-    values = {axis.name: axis.default for axis in AXES.values()}
-    kind = kind_of(values)
-    one = predict_cell(values, 8, {kind: costs}, 1.0)
-    several = predict_cell({**values, "trainers": 4, "workers": 4}, 8, {kind: costs}, 1.0, one_worker_each=True)
-    assert several.ratio == one.ratio
-    assert several.why == ""
-
-
 def test_a_log_with_fences_does_not_end_its_own(tmp_path: Path) -> None:
     visits = [visit_of(0, 0, 1.0, 1.0, 1.0) | {"status": "failed", "why": "it ended", "log": "```\n# not a heading"}]
-    write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    write_report(experiment_of(WORKERS), visits, tmp_path)
     assert "````\n```\n# not a heading\n````" in (tmp_path / "example.md").read_text()
 
 
@@ -245,7 +231,7 @@ def test_a_name_that_is_too_long_for_the_legend_is_drawn_narrower() -> None:
 
 def test_a_page_loads_nothing_and_is_closed(tmp_path: Path) -> None:
     visits = [visit_of(0, 0, 1.0, 1.4, 1.2), visit_of(1, 1, 1.0, 1.4, 1.2)]
-    page, markdown = write_report(experiment_of(WORKERS), visits, {}, tmp_path)
+    page, markdown = write_report(experiment_of(WORKERS), visits, tmp_path)
     links = _Links()
     links.feed(page.read_text())
     assert (links.loaded, links.open) == ([], [])
@@ -262,7 +248,7 @@ def test_links_that_carry_more_are_compared_on_both_sides(tmp_path: Path) -> Non
         visit = visit_of(cell, 0, 1.0, 1.4, 3.0)
         visit["carried"] |= {"trainers_link_bytes": megabytes * 1e6, "workers_link_bytes": megabytes * 1.01e6}
         visits.append(visit)
-    _, markdown = write_report(experiment_of(table), visits, {}, tmp_path)
+    _, markdown = write_report(experiment_of(table), visits, tmp_path)
     assert (
         "7.50 times as many bytes per second as the trainers' devices count them, and 7.50 times"
         in markdown.read_text()
@@ -273,7 +259,7 @@ def test_a_killed_worker_is_marked_in_a_chart_of_steps(tmp_path: Path) -> None:
     table = {"steps": 2, "rounds": 2, "matrix": {"workers": 2}, "events": [{"kill_worker": 0, "at_step": 1}]}
     visit = visit_of(0, 0, 1.0, 1.4, 1.2)
     visit["step_s"]["backhaul"] = [[1.2, 3.6]]
-    _, markdown = write_report(experiment_of(table), [visit], {}, tmp_path)
+    _, markdown = write_report(experiment_of(table), [visit], tmp_path)
     assert "killed in the middle of step 1, which then takes 3.60 times" in markdown.read_text()
     assert "worker 0 is killed" in (tmp_path / "example-steps-cell-0.svg").read_text()
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._cli.main import main
-from backhaul_bench.simulation import throttled_proxy
-from backhaul_bench.simulation.throttled_proxy import Bandwidth
+from backhaul_bench import throttled_proxy
+from backhaul_bench.throttled_proxy import Bandwidth
 from backhaul_experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
 from backhaul_experiment.conduct.runner import Runner, open_fabric, schedule
 from backhaul_experiment.nodes.fabric import LocalFabric
@@ -152,7 +152,7 @@ def test_unequal_gradients_are_told_again_when_an_experiment_goes_on(tmp_path: P
     records.put(Visit(0, 0), {**FAILED, "status": "unequal", "why": "3 gradients differ"})
     runner = Runner(experiment, records, open_fabric(experiment), "")
     assert runner.remaining == []
-    outcome = runner.run(Silent(), lambda _: {})
+    outcome = runner.run(Silent())
     assert [text.partition(": ")[2] for text in outcome.unequal] == ["3 gradients differ"] * 2
 
 
@@ -165,24 +165,12 @@ def test_a_kernel_that_refuses_fails_the_cell_and_not_the_run(tmp_path: Path) ->
     experiment, records = experiment_of(2, 1), Records(tmp_path, "name")
     records.begin(experiment, {})
     progress = Silent()
-    outcome = Runner(experiment, records, refuse, "").run(progress, lambda _: {"why": "none", "costs": {}})
+    outcome = Runner(experiment, records, refuse, "").run(progress)
     assert [text.partition(": ")[2] for text in outcome.failed] == [
         "tc qdisc has ended with code 2",
         "this machine cannot run the cell: [Errno 24] Too many open files",
     ]
     assert "    RTNETLINK answers: No such file" in progress.lines
-
-
-def test_costs_that_could_not_be_measured_are_measured_again(tmp_path: Path) -> None:
-    experiment, records = experiment_of(1, 1), Records(tmp_path, "name")
-    records.begin(experiment, {})
-    records.put_costs({"why": "it took too long", "costs": {}})
-
-    def refuse(cell: Cell, folder: Path) -> LocalFabric:
-        raise OSError(24, "Too many open files")
-
-    Runner(experiment, records, refuse, "").run(Silent(), lambda _: {"why": "", "costs": {"kind": {}}})
-    assert records.costs()["costs"] == {"kind": {}}
 
 
 @pytest.mark.parametrize("content", [b"x" * 10**6, b"\xff\x00\x1b[31mred\r\n" * 10**5, b"", b"short"])

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -12,7 +13,6 @@ from backhaul.simulate.costs import (
     Costs,
     KnownCosts,
     Setup,
-    rate_of_one_connection,
     step_of_torch_s,
     step_without_checkpointing_s,
 )
@@ -123,16 +123,6 @@ def test_a_limited_network_has_costs_of_its_own() -> None:
     assert KnownCosts.read(costs.as_json()) == costs
 
 
-@pytest.mark.parametrize(
-    ("bytes_per_s", "latency_s", "window_bytes", "expected"),
-    [(0.0, 0.0, 1000, 0.0), (5e3, 0.0, 1000, 5e3), (0.0, 0.05, 1000, 1e4), (5e3, 0.05, 1000, 5e3), (0.0, 0.05, 0, 0.0)],
-)
-def test_a_window_limits_what_a_connection_carries(
-    bytes_per_s: float, latency_s: float, window_bytes: int, expected: float
-) -> None:
-    assert rate_of_one_connection(bytes_per_s, latency_s, window_bytes) == pytest.approx(expected)
-
-
 def test_a_faster_worker_helps_and_a_slower_one_hurts() -> None:
     fast, usual, slow = (over_none(Setup(8, worker_speed=speed)) for speed in (2.0, 1.0, 0.5))
     assert fast < usual < slow
@@ -155,6 +145,31 @@ def test_costs_that_can_not_be_read(text: str, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "costs.json").write_text(text)
     assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2
     assert "--costs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"forward_s": "1"}, "forward_s is '1'"),
+        ({"forward_s": float("nan")}, "forward_s is nan"),
+        ({"upload_s": -1}, "upload_s is -1"),
+        ({"replay_backward_s": 0}, "replay_backward_s is 0, but every segment takes some"),
+        ({"boundary_bytes": 0}, "boundary_bytes is 0"),
+        ({"footprint": {"replay_bytes": 0, "ready_bytes": float("inf"), "backward_bytes": 0}}, "ready_bytes is inf"),
+    ],
+)
+def test_costs_from_which_nothing_follows_are_refused(
+    changed: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "costs.json").write_text(json.dumps({"costs": {**asdict(FREE), **changed}}))
+    assert main(["simulate", "--costs", str(tmp_path / "costs.json")]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_the_committed_costs_can_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    committed = Path(__file__).parents[2] / "docs/simulation.json"
+    assert main(["simulate", "--costs", str(committed)]) == 0
+    assert "32 blocks" in capsys.readouterr().out
 
 
 def test_measuring_without_the_benchmarks_names_their_extra(

@@ -60,7 +60,7 @@ class Measurement:
 
     def visit(self, cell: Cell, repeat: int) -> dict[str, Any]:
         """Runs a repeat of a cell. Returns its record, also if a node does not come up, ends or answers nonsense."""
-        record: dict[str, Any] = {"status": OK, "began_at_s": time.time(), "simulated": False}
+        record: dict[str, Any] = {"status": OK, "began_at_s": time.time()}
         shares = self._shares_of(cell)
         record["shares"] = asdict(shares)
         try:

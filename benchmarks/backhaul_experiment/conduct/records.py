@@ -14,13 +14,10 @@ from backhaul_experiment.plan.spec import Experiment
 from backhaul_server.dashboard.history.options import default_path
 
 _FILE = "experiment.json"
-_COSTS = "costs.json"
-
-
 _EXPERIMENT = {"settings": dict, "machine": dict}
 _SETTINGS = {
     "title": str, "digest": str, "repeats": int, "steps": int, "model": dict, "nodes": dict, "events": list,
-    "charts": list, "varied": list, "cells": list, "simulated": list,
+    "charts": list, "varied": list, "cells": list,
 }  # fmt: skip
 """What the record of an experiment has, and its settings."""
 _VISIT = {"cell": int, "repeat": int, "status": str, "shares": dict}
@@ -146,15 +143,6 @@ class Records:
 
     def _files(self) -> list[Path]:
         return sorted(self.path.glob("cell-*.json"))
-
-    def put_costs(self, costs: Mapping[str, Any]) -> None:
-        """Writes the costs that the simulator predicts from."""
-        write(self.path / _COSTS, costs)
-
-    def costs(self) -> dict[str, Any]:
-        """Returns the costs; empty if they were not measured."""
-        costs = _read(self.path / _COSTS)
-        return dict(costs) if _has(costs, {"costs": dict}) else {}
 
     def _file(self, visit: Visit) -> Path:
         return self.path / f"cell-{visit.cell:03}-repeat-{visit.repeat:02}.json"

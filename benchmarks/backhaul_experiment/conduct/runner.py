@@ -1,7 +1,7 @@
 """Runs an experiment: all cells in turns, with a record for each finished visit."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,17 +88,12 @@ class Runner:
         )
         self.remaining = [visit for visit in schedule(experiment) if not self._is_finished(visit)]
 
-    def run(self, progress: Progress, measure_costs: Callable[[Experiment], Mapping[str, Any]]) -> RunOutcome:
+    def run(self, progress: Progress) -> RunOutcome:
         """Runs the remaining visits.
 
         Args:
             progress: Shows every visit to the user.
-            measure_costs: Measures the costs from which the simulator predicts; called once for an experiment.
         """
-        costs = self._records.costs()
-        if self._experiment.predictions and self.remaining and (not costs or costs.get("why")):
-            progress.say("measuring what a segment costs, for the simulator's predictions")
-            self._records.put_costs(measure_costs(self._experiment))
         failed: dict[int, str] = {}
         # Those of earlier runs are not measured again, and stay what the command has to say.
         unequal = [

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 
 from backhaul_bench.distant_proxy import DistantProxy
-from backhaul_bench.simulation.throttled_proxy import Bandwidth
+from backhaul_bench.throttled_proxy import Bandwidth
 
 
 class LinkProxy(DistantProxy):

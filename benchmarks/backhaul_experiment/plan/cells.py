@@ -26,12 +26,10 @@ class Cell:
     Attributes:
         number: Its place in the matrix, from 0.
         values: The value of every axis by name, converted by `Axis.parse`.
-        is_simulated: Whether the cell is only predicted by the simulator and never run.
     """
 
     number: int
     values: Mapping[str, Value]
-    is_simulated: bool = False
 
     def __getitem__(self, axis: str) -> Any:
         return self.values[axis]
@@ -59,55 +57,52 @@ class Matrix:
     cells: tuple[Cell, ...]
 
 
-def expand(table: Mapping[str, Any], layers: int, *, first: int = 0, is_simulated: bool = False) -> Matrix:
+def expand(table: Mapping[str, Any], layers: int) -> Matrix:
     """Returns the matrix of a file's table.
 
     Args:
         table: The value or the list of values of each axis that the file sets.
         layers: The number of layers of the model.
-        first: Number of the first cell.
-        is_simulated: Whether the cells are only predicted.
 
     Raises:
         SpecError: An axis is unknown, a value is wrong, or cells are impossible. The message says how many cells the
             matrix would have had.
     """
-    key = "simulated" if is_simulated else "matrix"
     lists = {name: value if isinstance(value, list) else [value] for name, value in table.items()}
     count = math.prod(len(values) for values in lists.values())
-    would_be = f"The {'simulated ' * is_simulated}matrix would have been {count} cell{'s' if count != 1 else ''}."
+    would_be = f"The matrix would have been {count} cell{'s' if count != 1 else ''}."
     for name, values in lists.items():
         if name not in AXES:
             near = get_close_matches(name, AXES, 1)
             hint = f"; did you mean {near[0]}?" if near else f": the axes are {', '.join(AXES)}."
-            raise SpecError(f'{key}: "{name}" is not an axis{hint} {would_be}')
+            raise SpecError(f'matrix: "{name}" is not an axis{hint} {would_be}')
         if not values:
-            raise SpecError(f"{key}: {name} has no value. {would_be}")
+            raise SpecError(f"matrix: {name} has no value. {would_be}")
     parsed: dict[str, list[Value]] = {}
     for name, values in lists.items():
         try:
             parsed[name] = [AXES[name].parse(value) for value in values]
         except ValueError as error:
-            raise SpecError(f"{key}: {name}: {error}. {would_be}") from None
+            raise SpecError(f"matrix: {name}: {error}. {would_be}") from None
         if len(set(parsed[name])) < len(parsed[name]):
-            raise SpecError(f"{key}: {name} has a value twice. {would_be}")
+            raise SpecError(f"matrix: {name} has a value twice. {would_be}")
     if count > MOST_CELLS:
-        raise SpecError(f"{key}: {would_be} At most {MOST_CELLS} are allowed: split it into several files.")
+        raise SpecError(f"matrix: {would_be} At most {MOST_CELLS} are allowed: split it into several files.")
     full = {axis.name: parsed.get(axis.name, [axis.default]) for axis in AXES.values()}
     cells = tuple(
-        Cell(first + number, dict(zip(full, combination, strict=True)), is_simulated)
+        Cell(number, dict(zip(full, combination, strict=True)))
         for number, combination in enumerate(itertools.product(*full.values()))
     )
-    _check_possible(key, cells, layers, would_be)
+    _check_possible(cells, layers, would_be)
     return Matrix(tuple(name for name, values in parsed.items() if len(values) > 1), cells)
 
 
-def _check_possible(key: str, cells: Sequence[Cell], layers: int, would_be: str) -> None:
+def _check_possible(cells: Sequence[Cell], layers: int, would_be: str) -> None:
     """Raises SpecError that lists why cells are impossible and how many there are of each kind."""
     reasons = Counter(reason for cell in cells if (reason := _impossible(cell, layers)))
     if reasons:
         parts = [f"{reason} (in {count} cell{'s' if count != 1 else ''})" for reason, count in reasons.items()]
-        raise SpecError(f"{key}: {'; '.join(parts)}. {would_be} {reasons.total()} of them are impossible.")
+        raise SpecError(f"matrix: {'; '.join(parts)}. {would_be} {reasons.total()} of them are impossible.")
 
 
 def _impossible(cell: Cell, layers: int) -> str:
@@ -116,7 +111,7 @@ def _impossible(cell: Cell, layers: int) -> str:
         return f"segment_layers {cell['segment_layers']} does not divide the model's {layers} layers"
     if cell["workers"] > (segments := layers // cell["segment_layers"]):
         return f"workers {cell['workers']} are more than the {segments} segments of the model"
-    if not cell.is_simulated and (nodes := cell["trainers"] + cell["workers"]) > MOST_NODES:
+    if (nodes := cell["trainers"] + cell["workers"]) > MOST_NODES:
         return f"trainers and workers are {nodes} nodes together, and a cell may have {MOST_NODES}"
     if cell["batch"] % cell["micro_batches"]:
         return f"micro_batches {cell['micro_batches']} does not divide batch {cell['batch']}"

@@ -5,13 +5,12 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from backhaul_experiment.plan.axes import AXES
-from backhaul_experiment.plan.cells import Cell, Matrix, SpecError, expand
+from backhaul_experiment.plan.cells import Matrix, SpecError, expand
 
 Kind = Literal["process", "namespace", "ray"]
 KINDS: tuple[str, ...] = ("process", "namespace", "ray")
@@ -100,12 +99,10 @@ class Experiment:
         steps: Steps of a turn. The first is not timed, so that uploads of one turn do not burden another.
         seed: Seed of weights, data and dropout.
         charts: Kinds of charts that the report has, of `CHARTS`.
-        predictions: Whether the costs of segments are measured, from which the simulator predicts.
         model: The model that every trainer trains.
         nodes: Where trainers and workers run.
         events: What happens while steps are measured.
         matrix: The cells that are run.
-        simulated: Cells that are only predicted.
         digest: Digest of the file's content, by which an interrupted run is recognized.
     """
 
@@ -118,12 +115,10 @@ class Experiment:
     steps: int
     seed: int
     charts: tuple[str, ...]
-    predictions: bool
     model: ModelSpec
     nodes: NodesSpec
     events: tuple[EventSpec, ...]
     matrix: Matrix
-    simulated: tuple[Cell, ...]
     digest: str
 
     def settings(self) -> dict[str, Any]:
@@ -137,11 +132,10 @@ class Experiment:
             "charts": list(self.charts),
             "varied": list(self.matrix.varied),
             "cells": [dict(cell.values) for cell in self.matrix.cells],
-            "simulated": [dict(cell.values) for cell in self.simulated],
         }
 
 
-_TABLES = ("model", "nodes", "matrix", "simulated", "events")
+_TABLES = ("model", "nodes", "matrix", "events")
 _COUNTS = {"repeats": 3, "warm_up": 3, "rounds": 3, "steps": 3, "seed": 0}
 _MOST_TURNS = 10_000
 _LARGEST_SEED = 2**62
@@ -177,7 +171,7 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
         table: The content of the file.
         name: Name of the experiment if the file has none.
     """
-    _check_keys("", table, ("name", "title", "description", "charts", "predictions", *_COUNTS, *_TABLES))
+    _check_keys("", table, ("name", "title", "description", "charts", *_COUNTS, *_TABLES))
     for key in _TABLES:
         if not isinstance(table.get(key, {}), list if key == "events" else dict) and key in table:
             raise SpecError(f"{key}: write it as [{key}]" if key != "events" else "events: write each as [[events]]")
@@ -189,34 +183,22 @@ def parse(table: Mapping[str, Any], name: str) -> Experiment:
     counts["seed"] = _number("seed", table.get("seed", _COUNTS["seed"]), int, 0, _LARGEST_SEED)
     if counts["steps"] < 2:  # noqa: PLR2004
         raise SpecError("steps: a turn needs at least 2 steps, of which the first is not timed")
-    predictions = table.get("predictions", True)
-    if not isinstance(predictions, bool):
-        raise SpecError(f"predictions: {predictions!r} is neither true nor false")
     model, nodes = _model(table.get("model", {})), _nodes(table.get("nodes", {}))
     matrix = expand(table.get("matrix", {}), model.layers)
     _check_kind(matrix, nodes)
     if nodes.kind == "ray" and table.get("events"):
         raise SpecError('events: workers on a Ray cluster cannot be killed; use nodes.kind = "process" or "namespace"')
-    simulated: tuple[Cell, ...] = ()
-    if "simulated" in table:
-        fixed = {key: value for key, value in table.get("matrix", {}).items() if not isinstance(value, list)}
-        predicted = expand({**fixed, **table["simulated"]}, model.layers, first=len(matrix.cells), is_simulated=True)
-        simulated = predicted.cells
-        varied = tuple(axis for axis in AXES if len({cell[axis] for cell in (*matrix.cells, *simulated)}) > 1)
-        matrix = replace(matrix, varied=(*matrix.varied, *(axis for axis in varied if axis not in matrix.varied)))
     name = _name(_text("name", table, name))
     timed = counts["rounds"] * (counts["steps"] - 1)
     return Experiment(
         name=name,
         title=" ".join(_text("title", table, name).split()) or name,
         charts=_charts(table.get("charts", list(CHARTS))),
-        predictions=predictions,
         description=" ".join(_text("description", table, "").split()),
         model=model,
         nodes=nodes,
         events=tuple(_event(event, matrix, timed) for event in table.get("events", [])),
         matrix=matrix,
-        simulated=simulated,
         digest=hashlib.sha256(json.dumps(table, sort_keys=True, default=str).encode()).hexdigest()[:16],
         **counts,
     )

@@ -22,7 +22,7 @@ class ChartPoint:
         y: Value of the point.
         low: Lower end of its spread; the value itself if it has none.
         high: Upper end of its spread.
-        is_hollow: Whether the point is drawn hollow: it was not measured, or says nothing about scaling.
+        is_hollow: Whether the point is drawn hollow, because it says nothing about scaling.
     """
 
     x: float

@@ -54,11 +54,9 @@ def figures(
     charts = []
     if events:
         charts += [figure for result in results if (figure := _timeline(result, events)) is not None]
-    shown = [result for result in results if result.is_measured or result.state == "simulated"]
-    for name in varied:
+    shown = [result for result in results if result.is_measured]
+    for name in varied if shown else ():
         series = _series(shown, AXES[name], varied)
-        if not any(result.is_measured for _, row in series for result in row):
-            continue
         has_links = any(result.workers_bytes_per_s or result.cell["bandwidth"] for _, row in series for result in row)
         for kind, make in (("carried", _carried), ("step_time", _step_time), ("peak", _peak)):
             if kind in kinds and (kind != "carried" or has_links):
@@ -132,13 +130,6 @@ def _step_time(series: Series, axis: Axis) -> ReportChart:
             name = _named(f"{TORCH} (break-even)", shared)
             lines.append(ChartLine(name, DARK, torch_points, "8 4", has_marks=len(torch_points) == 1))
     for color, (name, row) in zip(_colors(), series, strict=False):
-        predicted = [
-            ChartPoint(at[result.cell[axis.name]], ratio, ratio, ratio, is_hollow=True)
-            for result in row
-            if (ratio := result.prediction.ratio) is not None
-        ]
-        if predicted:
-            lines.append(ChartLine(_named("simulator", name), color, predicted, "3 3"))
         lines.append(
             ChartLine(_named(BACKHAUL, name), color, _measured(row, at, axis, lambda result: result.over_none))
         )
@@ -183,15 +174,6 @@ def step_sentence(series: Series, axis: Axis) -> str:
             f"Hollow points ({len(bound)}) are core-bound: their nodes were not held to their shares of a core, so "
             "they say nothing about scaling."
         )
-    errors = sorted(
-        abs(result.error)
-        for _, row in series
-        for result in row
-        if result.error is not None and not result.is_core_bound
-    )
-    if errors:
-        middle = Spread.of(errors).value
-        texts.append(f"The simulator is off by {middle:.0%} in the median and by {errors[-1]:.0%} at most.")
     return " ".join(texts) or "No cell along this axis could be measured."
 
 

@@ -35,27 +35,24 @@ _HOW = (
 )
 
 
-def write_report(
-    experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]], costs: Mapping[str, Any], folder: Path
-) -> list[Path]:
+def write_report(experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Writes NAME.html, NAME.md and an SVG file for each chart. Returns the paths of the first two. Raises OSError.
 
     Args:
         experiment: The record of the experiment.
         visits: The records of its visits.
-        costs: The record of the costs; empty if there is none.
         folder: Directory for the files, which is created if it is missing.
     """
     settings = experiment["settings"]
     name = settings["name"]
-    cells = results(experiment, visits, costs)
+    cells = results(experiment, visits)
     charts = figures(cells, settings["varied"], settings["events"], settings["charts"])
     folder.mkdir(parents=True, exist_ok=True)
     for figure in charts:
         (folder / f"{name}-{figure.key}.svg").write_text(draw(figure.chart), encoding="utf-8")
     page, markdown = folder / f"{name}.html", folder / f"{name}.md"
-    page.write_text(as_html(experiment, cells, charts, costs, visits), encoding="utf-8")
-    markdown.write_text(as_markdown(experiment, cells, charts, costs, visits), encoding="utf-8")
+    page.write_text(as_html(experiment, cells, charts, visits), encoding="utf-8")
+    markdown.write_text(as_markdown(experiment, cells, charts, visits), encoding="utf-8")
     return [page, markdown]
 
 
@@ -63,7 +60,6 @@ def as_html(
     experiment: Mapping[str, Any],
     cells: Sequence[CellResult],
     charts: Sequence[ReportChart],
-    costs: Mapping[str, Any],
     visits: Sequence[Mapping[str, Any]],
 ) -> str:
     """Returns the report as one HTML document that loads nothing."""
@@ -81,7 +77,7 @@ def as_html(
         parts.append(f"<h2>{escape(figure.heading)}</h2>")
         parts.append(f"<figure>{draw(figure.chart)}<figcaption>{escape(figure.sentence)}</figcaption></figure>")
     parts.append("<h2>All cells</h2>")
-    parts += [f"<p>{escape(text)}</p>" for text in _notes(cells, costs, settings)]
+    parts += [f"<p>{escape(text)}</p>" for text in _notes(cells, settings)]
     parts.append('<div class="scroll"><table><thead><tr>')
     parts += [f"<th>{escape(text)}</th>" for text in head]
     parts.append("</tr></thead><tbody>")
@@ -99,7 +95,6 @@ def as_markdown(
     experiment: Mapping[str, Any],
     cells: Sequence[CellResult],
     charts: Sequence[ReportChart],
-    costs: Mapping[str, Any],
     visits: Sequence[Mapping[str, Any]],
 ) -> str:
     """Returns the report as Markdown, with its charts as files beside it."""
@@ -110,7 +105,7 @@ def as_markdown(
     for figure in charts:
         image = f"![{figure.chart.title}]({settings['name']}-{figure.key}.svg)"
         parts += [f"## {figure.heading}", image, figure.sentence]
-    parts += ["## All cells", *_notes(cells, costs, settings)]
+    parts += ["## All cells", *_notes(cells, settings)]
     table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     parts.append("\n".join(f"| {' | '.join(text.replace('|', '/') for text in row)} |" for row in table))
     for result in cells:
@@ -127,8 +122,6 @@ def _table(cells: Sequence[CellResult], varied: Sequence[str]) -> list[list[str]
     has_rates = any(result.workers_bytes_per_s or result.cell["bandwidth"] for result in cells)
     head = ["cell", *varied, "without", "torch", "Backhaul", "Backhaul / without", "Backhaul / torch"]
     head += [
-        "simulator",
-        "error",
         "peak",
         "peak of torch",
         "bytes of a step",
@@ -140,30 +133,12 @@ def _table(cells: Sequence[CellResult], varied: Sequence[str]) -> list[list[str]
     rows = [head]
     for result in cells:
         row = [str(result.cell.number), *(AXES[name].show(result.cell[name]) for name in varied)]
-        predicted = "" if result.prediction.ratio is None else f"{result.prediction.ratio:.2f}"
-        error = "" if result.error is None else f"{result.error:+.0%}"
         if result.step_s is None or result.over_none is None or result.over_torch is None or result.peak_bytes is None:
-            row += [
-                "",
-                "",
-                "",
-                "",
-                "",
-                predicted,
-                error,
-                "",
-                "",
-                "",
-                "",
-                "",
-                *([""] if has_rates else []),
-                _marks(result),
-            ]
-            rows.append(row)
+            rows.append([*row, *[""] * (len(head) - len(row) - 1), _marks(result)])
             continue
         row += [f"{result.step_s[variant] * 1e3:.0f} ms" for variant in ("none", "torch", "backhaul")]
         row.append(f"{result.over_none.value:.2f} ({result.over_none.low:.2f} to {result.over_none.high:.2f})")
-        row += [f"{result.over_torch.value:.2f}", predicted, error]
+        row.append(f"{result.over_torch.value:.2f}")
         row += [f"{result.peak_bytes[variant] / 1e6:.1f} MB" for variant in ("backhaul", "torch")]
         row += [f"{result.step_bytes / 1e6:.1f} MB", f"{result.trainer_busy:.0%}", f"{result.worker_busy:.0%}"]
         row += [f"{(result.workers_bytes_per_s or result.carried_bytes_per_s) / 1e6:.1f} MB/s"] if has_rates else []
@@ -200,7 +175,7 @@ def _warnings(cells: Sequence[CellResult], visits: Sequence[Mapping[str, Any]]) 
     return texts
 
 
-def _notes(cells: Sequence[CellResult], costs: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+def _notes(cells: Sequence[CellResult], settings: Mapping[str, Any]) -> list[str]:
     """Returns what the marks in the table and in the charts mean."""
     texts = [
         "Times are medians of timed steps on nodes that have only a share of a core, so compare ratios, not "
@@ -218,12 +193,6 @@ def _notes(cells: Sequence[CellResult], costs: Mapping[str, Any], settings: Mapp
             f"Disturbed: other programs ran, and while trainers only computed they got less than {USED:.0%} of their "
             "share. Variants take turns, so ratios suffer less than times."
         )
-    if any(result.state == "simulated" for result in cells):
-        texts.append("Simulated: the cell was not run. Only the simulator's prediction is shown, as a hollow point.")
-    reasons = list(dict.fromkeys(result.prediction.why for result in cells if result.prediction.why))
-    texts += [f"About the simulator: {why}." for why in reasons]
-    if costs.get("why"):
-        texts.append(f"There are no predictions: {costs['why']}.")
     if settings["model"]["function"] != "demo":
         texts.append(f"The model is {settings['model']['function']}.")
     return texts

@@ -2,13 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
 from backhaul_bench.rounds import Spread
 from backhaul_experiment.plan.cells import Cell
-from backhaul_experiment.report.predictions import NOT_PREDICTED, CellPrediction, predict_cell
 
 USED = 0.8
 """A visit is disturbed if its trainers, while they only computed, got less than this part of their share of a core."""
@@ -20,7 +18,7 @@ class CellResult:
 
     Attributes:
         cell: The cell with the values of all axes.
-        state: "ok", "failed", "unequal", "missing" for a cell that has not run, or "simulated".
+        state: "ok", "failed", "unequal", or "missing" for a cell that has not run.
         why: Why the cell has no measurement; empty if it has one.
         log: The end of the log of the node that failed.
         over_none: Step with Backhaul over one without checkpointing; None if nothing was measured.
@@ -39,7 +37,6 @@ class CellResult:
         disturbed: How many visits other programs disturbed.
         visits: How many visits were measured.
         fallbacks: Segments that were meant for a worker and ran on the trainer.
-        prediction: What the simulator predicts.
         timeline: Timed steps with Backhaul over the median without checkpointing, for each visit.
     """
 
@@ -63,7 +60,6 @@ class CellResult:
     disturbed: int = 0
     visits: int = 0
     fallbacks: int = 0
-    prediction: CellPrediction = NOT_PREDICTED
     timeline: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -71,53 +67,27 @@ class CellResult:
         """Whether the cell has a measurement."""
         return self.over_none is not None
 
-    @property
-    def error(self) -> float | None:
-        """Relative error of the predicted step time relative to one without checkpointing; None without both."""
-        if self.over_none is None or self.prediction.ratio is None:
-            return None
-        return self.prediction.ratio / self.over_none.value - 1
 
-
-def results(
-    experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
-) -> list[CellResult]:
-    """Returns the results of all cells, those that are only predicted last.
+def results(experiment: Mapping[str, Any], visits: Sequence[Mapping[str, Any]]) -> list[CellResult]:
+    """Returns the results of all cells.
 
     Args:
         experiment: The record of the experiment, with its settings.
         visits: The records of its visits.
-        costs: The record of the costs; empty if there is none.
     """
     settings = experiment["settings"]
-    predicted = partial(
-        predict_cell,
-        layers=settings["model"]["layers"],
-        costs=costs.get("costs", {}),
-        one_worker_each=settings["nodes"]["one_worker_each"],
-        window_bytes=settings["nodes"]["window_kib"] << 10,
-    )
-    table = []
-    for number, values in enumerate(settings["cells"]):
-        own = [visit for visit in visits if visit["cell"] == number]
-        share = own[-1]["shares"]["trainer"] if own else 1.0
-        prediction = predicted(values, trainer_share=share)
-        table.append(_result(Cell(number, values), own, prediction, settings))
-    for number, values in enumerate(settings["simulated"], start=len(table)):
-        prediction = predicted(values, trainer_share=1.0)
-        table.append(CellResult(Cell(number, values, is_simulated=True), "simulated", prediction=prediction))
-    return table
+    return [
+        _result(Cell(number, values), [visit for visit in visits if visit["cell"] == number], settings)
+        for number, values in enumerate(settings["cells"])
+    ]
 
 
-def _result(
-    cell: Cell, visits: Sequence[Mapping[str, Any]], prediction: CellPrediction, settings: Mapping[str, Any]
-) -> CellResult:
+def _result(cell: Cell, visits: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> CellResult:
     bad = [visit for visit in visits if visit["status"] != "ok"]
     if bad:
-        why, log = bad[0]["why"], bad[0].get("log", "")
-        return CellResult(cell, bad[0]["status"], why, log, prediction=prediction)
+        return CellResult(cell, bad[0]["status"], bad[0]["why"], bad[0].get("log", ""))
     if not visits:
-        return CellResult(cell, "missing", "the run was interrupted before this cell", prediction=prediction)
+        return CellResult(cell, "missing", "the run was interrupted before this cell")
     timed = settings["steps"] - 1
     rounds = [by_round for visit in visits for by_round in _rounds(visit["step_s"], timed)]
     carried = [visit["carried"] for visit in visits]
@@ -153,7 +123,6 @@ def _result(
         disturbed=sum(is_disturbed(visit) for visit in visits),
         visits=len(visits),
         fallbacks=int(total("fallbacks")),
-        prediction=prediction,
         timeline=tuple(
             tuple(step / median(visit["step_s"]["none"][0]) for step in visit["step_s"]["backhaul"][0])
             for visit in visits

@@ -1,1 +1,1 @@
-"""What a trainer process does: the models, the variants that take turns, and the costs for the simulator."""
+"""What a trainer process does: the models, and the variants that take turns."""

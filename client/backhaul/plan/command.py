@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from backhaul._config import Config
     from backhaul.plan.search import PredictedPlan
-    from backhaul.profile.foreign import Watch
     from backhaul.profile.target import Target
 
 HELP = "choose the settings with which a model trains fastest within a budget of memory"
@@ -60,19 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the file that connect(plan=...) takes (default: %(default)s)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all predictions to a file")
-    parser.add_argument(
-        "--validate",
-        action="store_true",
-        help="also run some of the plans, and print the error of each prediction; on a CPU this needs two idle cores",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures the model, predicts plans, prints them and writes the best one.
 
     Returns:
-        The exit code: 0, 1 if nothing fits, no segment can travel or --validate found predictions that are too far
-        off, 2 if an option cannot be used, 130 after Ctrl-C.
+        The exit code: 0, 1 if nothing fits, 2 if an option cannot be used or no segment can travel, 130 after Ctrl-C.
     """
     for option in ("output", "json"):
         path = getattr(arguments, option)
@@ -84,31 +77,20 @@ def run(arguments: argparse.Namespace) -> int:
         config = config_of(arguments)
         target = target_of(arguments)
         divide_cores(config)
-        return _run(arguments, config, target)
+        return _plan(arguments, config, target)
     except BackhaulError as error:
         print(f"backhaul plan: {error.message}", file=sys.stderr)
         return 2
 
 
-def _run(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
-    from contextlib import nullcontext
-
-    from backhaul.plan.validation import SeparateCores
-
-    with SeparateCores(config) if arguments.validate else nullcontext() as stage:
-        if stage is None:
-            return _plan(arguments, config, target, None)
-        return _plan(arguments, stage.config, target, stage.watch)
-
-
-def _plan(arguments: argparse.Namespace, config: "Config", target: "Target", watch: "Watch | None") -> int:
+def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
     from backhaul.plan import text
     from backhaul.plan.measurement import measure_model
     from backhaul.plan.search import search
 
     kinds = " and ".join(kind.__name__ for kind in target.kinds)
     print(f"measuring {len(target.layers)} layers of the class {kinds}", flush=True)
-    measured = measure_model(target, config, arguments.rounds, watch)
+    measured = measure_model(target, config, arguments.rounds)
     plain, workers = measured.plain, measured.planned_workers
     fixed_bytes = plain.model_bytes + arguments.optimizer_bytes * plain.trained_parameters
     room_bytes = arguments.budget - fixed_bytes
@@ -124,13 +106,6 @@ def _plan(arguments: argparse.Namespace, config: "Config", target: "Target", wat
     code = _write(arguments, best, plans, costs.layers, fixed_bytes)
     written: dict[str, Any] = {"budget_bytes": arguments.budget, "micro_batches": arguments.micro_batches}
     written |= {"plans": [text.as_row(plan, fixed_bytes, room_bytes) for plan in plans]}
-    if arguments.validate:
-        from backhaul.plan.validation import is_close, rows_as_text, validate
-
-        rows = validate(target, config, costs, plans, arguments.micro_batches, arguments.rounds, watch)
-        print("\n" + rows_as_text(rows))
-        written["validation"] = [row.as_json() for row in rows]
-        code = code or int(not is_close(rows))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=2) + "\n")
     return code

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from backhaul._config import Config
 from backhaul.plan.measured import LayerCosts, PlannedWorker, SegmentCosts
-from backhaul.profile.foreign import Watch
 from backhaul.profile.link import LinkProfile, LinkRun
 from backhaul.profile.observed import ObservedSession
 from backhaul.profile.plain import ROUNDS, PlainProfile, PlainRun
@@ -106,14 +105,13 @@ class ModelMeasurement:
         return planned
 
 
-def measure_model(target: Target, config: Config, rounds: int = ROUNDS, watch: Watch | None = None) -> ModelMeasurement:
+def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> ModelMeasurement:
     """Measures a model without a worker, and then with each worker by itself.
 
     Args:
         target: The model to measure. Its parameters are changed a little.
         config: The settings of the sessions. `worker` names the workers; empty starts one on this machine.
         rounds: Number of measured steps of each kind.
-        watch: Tells disturbed steps; None if all count.
 
     Raises:
         BackhaulError: A worker cannot be used.
@@ -123,7 +121,7 @@ def measure_model(target: Target, config: Config, rounds: int = ROUNDS, watch: W
     with _named(target):
         plain.run(rounds)
     computing = compute_threads()
-    workers = tuple(_measure_worker(one, target, plain, computing, rounds, watch) for one in _each(config))
+    workers = tuple(_measure_worker(one, target, plain, computing, rounds) for one in _each(config))
     return ModelMeasurement(plain.profile(), workers)
 
 
@@ -133,7 +131,6 @@ def _measure_worker(
     plain: PlainRun,
     computing: frozenset[int],
     rounds: int,
-    watch: Watch | None,
 ) -> WorkerProfile:
     """Measures a worker, and what a segment of a model costs.
 
@@ -143,7 +140,6 @@ def _measure_worker(
         plain: What the model costs without a worker. It is measured again after each length of segments.
         computing: What `compute_threads` returned before the session was opened.
         rounds: Number of measured steps of each length of segments.
-        watch: Tells disturbed steps; None if all count.
 
     Raises:
         BackhaulError: The worker cannot be used.
@@ -158,7 +154,7 @@ def _measure_worker(
         link = LinkRun(session, device)
         link.run()
         for length in dict.fromkeys((1, max(1, len(target.layers) // 2))):
-            runs.append(run := RemoteRun(target, session, length, computing, watch))
+            runs.append(run := RemoteRun(target, session, length, computing))
             with _named(target):
                 run.run(rounds)
                 plain.run(rounds)

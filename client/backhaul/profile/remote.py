@@ -19,7 +19,6 @@ from time import perf_counter, thread_time
 import torch
 
 from backhaul._torch_api.wrap import unwrap
-from backhaul.profile.foreign import Watch, steps_wanted
 from backhaul.profile.observed import ObservedSession
 from backhaul.profile.plain import ROUNDS, PlainProfile, synchronise, undisturbed, update
 from backhaul.profile.target import Target
@@ -106,7 +105,6 @@ class _Step:
     upload_s: float  # of the other threads in forward, as the next one in backward
     finish_s: float
     step_s: float
-    is_quiet: bool = True
 
 
 class RemoteRun:
@@ -117,7 +115,6 @@ class RemoteRun:
         session: The open session with the worker.
         segment_layers: Number of layers of a segment.
         computing: Ids of the threads that compute, from `compute_threads`.
-        watch: Tells disturbed steps, which are left out if there are others. None: all steps count.
     """
 
     def __init__(
@@ -126,10 +123,9 @@ class RemoteRun:
         session: ObservedSession,
         segment_layers: int,
         computing: frozenset[int],
-        watch: Watch | None = None,
     ) -> None:
         self._target, self._session, self._segment_layers = target, session, segment_layers
-        self._computing, self._watch = computing, watch
+        self._computing = computing
         self._steps: list[_Step] = []
 
     def run(self, rounds: int = ROUNDS) -> None:
@@ -142,19 +138,13 @@ class RemoteRun:
         trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
         session.wrap(target.model, target.kinds, segment_layers=self._segment_layers)
         try:
-            for number in range(WARM_ROUNDS + steps_wanted(rounds, self._watch)):
+            for number in range(WARM_ROUNDS + rounds):
                 torch.manual_seed(number)
-                before = self._watch() if self._watch is not None else None
                 step = self._step()
-                if self._watch is not None and before is not None:
-                    step.is_quiet = self._watch().was_quiet(before)
                 update(trained)
                 step.number = session.end_step()
                 if number >= WARM_ROUNDS:
                     self._steps.append(step)
-                if sum(step.is_quiet for step in self._steps) == rounds:
-                    break
-            self._steps = [step for step in self._steps if step.is_quiet] or self._steps
         finally:
             unwrap(target.model)
 

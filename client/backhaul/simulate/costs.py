@@ -66,14 +66,13 @@ class Setup:
 
     Attributes:
         segments: Number of segments, which run one after the other.
-        workers: Number of workers. Each has a core of its own unless `shares_core` is set.
+        workers: Number of workers. Each has a core of its own.
         memory_bytes: Memory budget of each worker, in bytes. 0: unlimited.
         bytes_per_s: Bandwidth of the network in each direction. 0: unlimited.
         latency_s: Latency of the network in one direction, in seconds.
         worker_speed: Speed of a worker's core relative to the trainer's core.
         is_predicted: Whether a segment is sent before its forward, using the program of its last call. If not, it is
             sent after its forward.
-        shares_core: Whether all workers run on one core.
         speeds: Speed of each worker's core relative to the trainer's, if they differ; empty for `worker_speed`.
         outside_s: Time that the trainer computes between the last forward and the first backward, in seconds.
         derives: Whether a worker computes the input of a segment itself if it has the segment before. The segment is
@@ -88,7 +87,6 @@ class Setup:
     latency_s: float = 0.0
     worker_speed: float = 1.0
     is_predicted: bool = True
-    shares_core: bool = False
     speeds: tuple[float, ...] = ()
     outside_s: float = 0.0
     derives: bool = False
@@ -127,7 +125,7 @@ class KnownCosts:
 
     Attributes:
         steps: With the batch of a step, beside a worker on the same machine, which shares memory with the trainer.
-        links: With the batch of a step, beside a worker that is reached over TCP and through a proxy.
+        links: With the batch of a step, beside a worker that is reached over TCP.
         blocks: With a micro-batch of an accumulation block, beside a worker on the same machine.
     """
 
@@ -152,20 +150,6 @@ class KnownCosts:
     def as_json(self) -> dict[str, Any]:
         """Returns what `read` reads."""
         return {"costs": asdict(self.steps), "link_costs": asdict(self.links), "block_costs": asdict(self.blocks)}
-
-
-def rate_of_one_connection(bytes_per_s: float, latency_s: float, window_bytes: float) -> float:
-    """Returns the bytes per second that one connection carries in a direction; 0 for any number.
-
-    Args:
-        bytes_per_s: The bandwidth of the link; 0 for any.
-        latency_s: Seconds that a byte takes. Its acknowledgement takes as long.
-        window_bytes: The most bytes that may be on their way; 0 for any number.
-    """
-    round_trip_s = 2 * latency_s
-    if not (window_bytes and round_trip_s):
-        return bytes_per_s
-    return min(bytes_per_s or inf, window_bytes / round_trip_s)
 
 
 def step_without_checkpointing_s(costs: Costs, segments: int) -> float:

@@ -22,11 +22,9 @@ class SimulatedCore:
 
     Attributes:
         speed: Speed relative to the core that the costs were measured on.
-        spans: Finished computations, each as label, begin and end in simulated seconds.
     """
 
     speed: float = 1.0
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -58,7 +56,6 @@ class Compute:
 
     core: SimulatedCore
     cpu_s: float
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,6 @@ Thread = Generator[Any, None, None]
 class _Task:
     thread: Thread
     left_s: float
-    label: str
-    began_s: float
 
 
 class Simulation:
@@ -122,8 +117,7 @@ class Simulation:
 
     def _wait(self, thread: Thread, wanted: Any) -> None:
         if isinstance(wanted, Compute):
-            task = _Task(thread, wanted.cpu_s, wanted.label, self.now_s)
-            self._tasks.setdefault(wanted.core, []).append(task)
+            self._tasks.setdefault(wanted.core, []).append(_Task(thread, wanted.cpu_s))
         elif isinstance(wanted, Transfer):
             link = wanted.link
             link.free_at_s = max(link.free_at_s, self.now_s) + wanted.size_bytes / link.bytes_per_s
@@ -151,7 +145,6 @@ class Simulation:
                 task.left_s -= passed_s * core.speed / len(tasks)
             for task in [task for task in tasks if task.left_s <= _EPSILON_S]:
                 tasks.remove(task)
-                core.spans.append((task.label, task.began_s, self.now_s))
                 self._ready.append(task.thread)
         while self._timers and self._timers[0][0] <= self.now_s + _EPSILON_S:
             self._ready.append(heappop(self._timers)[2])

@@ -28,12 +28,10 @@ class Predicted:
     Attributes:
         step_s: Duration of the step, in seconds.
         replays: Number of replays. If it exceeds the number of segments, some replays were discarded and repeated.
-        spans: Core, label, begin and end of every computation, in seconds since the step began.
     """
 
     step_s: float
     replays: int
-    spans: tuple[tuple[str, str, float, float], ...]
 
 
 @dataclass(eq=False)
@@ -111,16 +109,16 @@ class _Worker:
                         self.segments[number].is_done = True
                         self._schedule.ready(step.key, self._costs.result_bytes, is_done=True)
                 else:
-                    yield from self._replay(number)
+                    yield from self._replay()
                     self.segments[number].is_ready = True
                     self._schedule.ready(step.key, self._costs.footprint.ready_bytes)
             else:
                 self._wakes = Event()
                 yield self._wakes
 
-    def _replay(self, number: int) -> Thread:
+    def _replay(self) -> Thread:
         self.replays += 1
-        yield Compute(self.core, self._costs.replay_s, f"replay {number}")
+        yield Compute(self.core, self._costs.replay_s)
 
     def _backward(self, number: int) -> Thread:
         """Runs the backward of a segment, replaying it first if necessary, and then marks the one before as guessed."""
@@ -131,9 +129,9 @@ class _Worker:
                 break
             self._discard_replay(self._schedule.last_needed())
         if not segment.is_ready:
-            yield from self._replay(number)
+            yield from self._replay()
         segment.is_ready = False
-        yield Compute(self.core, self._costs.replay_backward_s, f"backward {number}")
+        yield Compute(self.core, self._costs.replay_backward_s)
         before = self.segments.get(number - 1)
         if before is not None and not before.was_requested and before.saved.has_happened:
             self._schedule.backward_predicted(("trainer", number - 1))
@@ -192,10 +190,10 @@ class _Trainer:
                     self._derived.add(number)
                 if is_predicted:
                     yield from self._queue(number, worker)
-                yield Compute(self.core, costs.forward_s + costs.record_s, f"forward {number}")
+                yield Compute(self.core, costs.forward_s + costs.record_s)
                 if not is_predicted:
                     yield from self._queue(number, worker)
-            yield Compute(self.core, self._setup.outside_s, "outside")
+            yield Compute(self.core, self._setup.outside_s)
             next_worker: _Worker | None = None
             for number, worker in reversed(calls):
                 self._placement.backward()
@@ -207,7 +205,7 @@ class _Trainer:
                 yield from self._receive(worker)
                 worker.release(number)
                 next_worker = worker
-            yield Compute(self.core, self._setup.segments * costs.optimizer_s, "optimizer")
+            yield Compute(self.core, self._setup.segments * costs.optimizer_s)
             self.times_s.append(self._simulation.now_s - began_s)
             self.replays.append(sum(worker.replays for worker in self._workers) - replays)
 
@@ -232,9 +230,9 @@ class _Trainer:
                 part = costs.weight_bytes / costs.upload_bytes
             # Chunks are sent, transferred and received concurrently.
             concurrent = [
-                self._simulation.start(_one(Compute(self._transport, part * costs.upload_s, f"upload {number}"))),
+                self._simulation.start(_one(Compute(self._transport, part * costs.upload_s))),
                 self._simulation.start(_one(Transfer(worker.up, part * costs.upload_bytes))),
-                self._simulation.start(_one(Compute(worker.core, part * costs.ingest_s, f"ingest {number}"))),
+                self._simulation.start(_one(Compute(worker.core, part * costs.ingest_s))),
             ]
             yield from concurrent
             self._waiting_bytes -= self._costs.boundary_bytes
@@ -243,9 +241,9 @@ class _Trainer:
 
     def _receive(self, worker: _Worker) -> Thread:
         concurrent = [
-            self._simulation.start(_one(Compute(worker.core, self._costs.answer_s, "answer"))),
+            self._simulation.start(_one(Compute(worker.core, self._costs.answer_s))),
             self._simulation.start(_one(Transfer(worker.down, self._costs.result_bytes))),
-            self._simulation.start(_one(Compute(self.core, self._costs.finish_s, "receive"))),
+            self._simulation.start(_one(Compute(self.core, self._costs.finish_s))),
         ]
         yield from concurrent
 
@@ -257,17 +255,7 @@ def _one(wanted: Compute | Transfer) -> Thread:
 def predict(costs: Costs, setup: Setup) -> Predicted:
     """Predicts a step of a training that has run for many steps."""
     simulation = Simulation()
-    core = SimulatedCore(setup.worker_speed)
-    cores = [core if setup.shares_core else SimulatedCore(speed) for speed in setup.worker_speeds]
-    workers = [_Worker(simulation, costs, setup, core) for core in cores]
+    workers = [_Worker(simulation, costs, setup, SimulatedCore(speed)) for speed in setup.worker_speeds]
     trainer = _Trainer(simulation, costs, setup, workers)
     simulation.run()
-    began_s = sum(trainer.times_s[:-1])
-    named = {"trainer": trainer.core} | {f"worker {i}": core for i, core in enumerate(dict.fromkeys(cores), start=1)}
-    spans = tuple(
-        (name, label, begin - began_s, end - began_s)
-        for name, core in named.items()
-        for label, begin, end in core.spans
-        if begin >= began_s
-    )
-    return Predicted(trainer.times_s[-1], trainer.replays[-1], spans)
+    return Predicted(trainer.times_s[-1], trainer.replays[-1])

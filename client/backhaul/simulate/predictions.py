@@ -1,7 +1,7 @@
 """The setups to predict, and the predictions as a table and as charts. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from backhaul.simulate.chart import ChartPanel, draw
@@ -13,61 +13,17 @@ SEGMENTS = 8
 _MEGABYTES = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Measured steps of one setup.
-
-    Attributes:
-        step_s: Median duration of the undisturbed steps, in seconds.
-        low_s: Lower quartile of the durations, in seconds.
-        high_s: Upper quartile of the durations, in seconds.
-        kept: Number of undisturbed steps. If they are too few, all steps count and the result is inconclusive.
-        is_conclusive: Whether there were enough undisturbed steps.
-    """
-
-    step_s: float
-    low_s: float
-    high_s: float
-    kept: int
-    is_conclusive: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Measurements:
-    """What was measured on this machine.
-
-    Attributes:
-        machine: A description of the machine, as JSON.
-        costs: The costs of a segment.
-        steps: The measured steps by the name of their setup; empty if none were measured.
-        blocks: The same for steps with accumulation blocks.
-    """
-
-    machine: dict[str, Any]
-    costs: KnownCosts
-    steps: Mapping[str, Measured]
-    blocks: Mapping[str, Measured]
-
-
-def measurable(costs: Costs) -> dict[str, Setup]:
-    """Returns the setups that can be measured on two cores. None has the depth that the costs were measured on."""
+def setups(costs: Costs) -> dict[str, Setup]:
+    """Returns the setups of the table, by name."""
     usual = Setup(SEGMENTS)
     return {
         f"{SEGMENTS} blocks": usual,
         "12 blocks": Setup(12),
-        "room for 4 of 8": replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, 4)),
-        "two workers on one core": replace(usual, workers=2, shares_core=True),
-        "100 MB/s": replace(usual, bytes_per_s=100e6),
-    }
-
-
-def others(costs: Costs) -> dict[str, Setup]:
-    """Returns the setups that need other machines, or programs that change with each call."""
-    usual = Setup(SEGMENTS)
-    return {
         "32 blocks": Setup(32),
+        "room for 4 of 8": replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, 4)),
         "room for 2 of 8": replace(usual, memory_bytes=costs.budget_bytes(SEGMENTS, 2)),
         "two workers": replace(usual, workers=2),
+        "100 MB/s": replace(usual, bytes_per_s=100e6),
         "1 GB/s, 0.5 ms": replace(usual, bytes_per_s=1e9, latency_s=0.5e-3),
         "worker twice as fast": replace(usual, worker_speed=2.0),
         "worker half as fast": replace(usual, worker_speed=0.5),
@@ -75,64 +31,53 @@ def others(costs: Costs) -> dict[str, Setup]:
     }
 
 
-def measurable_blocks() -> dict[str, BlockSetup]:
-    """Returns the accumulation blocks that can be measured on two cores."""
+def block_setups() -> dict[str, BlockSetup]:
+    """Returns the accumulation blocks of the table, by name."""
     return {
+        "4, equal worker": BlockSetup(SEGMENTS, 4, [1.0]),
         "8 micro-batches, equal worker": BlockSetup(SEGMENTS, 8, [1.0]),
         "16, worker of 0.3": BlockSetup(SEGMENTS, 16, [0.3]),
-        "4, equal worker": BlockSetup(SEGMENTS, 4, [1.0]),
-    }
-
-
-def rows(costs: KnownCosts, setups: Mapping[str, Setup], measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """Returns one row per setup, as JSON: its prediction and, if it was measured, the measurement and the error."""
-    table = []
-    for name, setup in setups.items():
-        of_segment = costs.of(setup)
-        predicted = predict(of_segment, setup)
-        row: dict[str, Any] = {
-            "name": name,
-            "setup": asdict(setup),
-            "predicted_s": predicted.step_s,
-            "over_none": predicted.step_s / step_without_checkpointing_s(of_segment, setup.segments),
-            "over_torch": predicted.step_s / step_of_torch_s(of_segment, setup.segments),
-            "replays": predicted.replays,
-        }
-        if name in measured:
-            row["measured"] = asdict(measured[name])
-            row["error"] = predicted.step_s / measured[name].step_s - 1
-        table.append(row)
-    return table
-
-
-def block_rows(costs: Costs, measured: Mapping[str, Measured]) -> list[dict[str, Any]]:
-    """Returns one row per accumulation block, as JSON: its prediction, and the limits for many micro-batches.
-
-    Args:
-        costs: The costs of a segment with one micro-batch.
-        measured: The steps that were measured, by the name of the block, with the optimizer.
-    """
-    setups = measurable_blocks() | {
         "16, two equal workers": BlockSetup(SEGMENTS, 16, [1.0, 1.0]),
         "16, workers of 1 and 0.3": BlockSetup(SEGMENTS, 16, [1.0, 0.3]),
         "64, four equal workers": BlockSetup(SEGMENTS, 64, [1.0] * 4),
     }
+
+
+def rows(costs: KnownCosts) -> list[dict[str, Any]]:
+    """Returns the prediction of each setup, as JSON."""
     table = []
-    for name, setup in setups.items():
-        block = predict_block(costs, setup)
-        row = {"name": name, "setup": asdict(setup), **asdict(block), "speed_up": block.speed_up}
-        if name in measured:
-            step_s = block.took_s + setup.segments * costs.optimizer_s
-            row |= {"measured": asdict(measured[name]), "error": step_s / measured[name].step_s - 1}
-        table.append(row)
+    for name, setup in setups(costs.steps).items():
+        of_segment = costs.of(setup)
+        predicted = predict(of_segment, setup)
+        table.append(
+            {
+                "name": name,
+                "setup": asdict(setup),
+                "predicted_s": predicted.step_s,
+                "over_none": predicted.step_s / step_without_checkpointing_s(of_segment, setup.segments),
+                "over_torch": predicted.step_s / step_of_torch_s(of_segment, setup.segments),
+                "replays": predicted.replays,
+            }
+        )
     return table
+
+
+def block_rows(costs: Costs) -> list[dict[str, Any]]:
+    """Returns one row per accumulation block, as JSON: its prediction, and the limits for many micro-batches.
+
+    Args:
+        costs: The costs of a segment with one micro-batch.
+    """
+    predicted = {name: (setup, predict_block(costs, setup)) for name, setup in block_setups().items()}
+    return [
+        {"name": name, "setup": asdict(setup), **asdict(block), "speed_up": block.speed_up}
+        for name, (setup, block) in predicted.items()
+    ]
 
 
 def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
     """Formats the rows of `block_rows` as a text table."""
-    columns = (
-        f"{'predicted':>11}{'share':>9}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}{'measured':>12}{'error':>8}"
-    )
+    columns = f"{'predicted':>11}{'share':>9}{'x torch':>9}{'speed-up':>10}{'whole':>7}{'law':>7}"
     head = f"{'accumulation block':<32}{columns}"
     lines = [head, "-" * len(head)]
     for row in table:
@@ -141,30 +86,20 @@ def blocks_as_table(table: Sequence[Mapping[str, Any]]) -> str:
         share = str(first) if first == last else f"{first} to {last}"
         lines.append(
             f"{row['name']:<32}{row['took_s'] * 1e3:>8.0f} ms{share:>9}{over_torch:>9.2f}"
-            f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}{_measured(row)}"
+            f"{row['speed_up']:>10.2f}{row['whole_units']:>7.2f}{row['law']:>7.2f}"
         )
     return "\n".join(lines)
 
 
-def _measured(row: Mapping[str, Any]) -> str:
-    """Formats the measurement of a row and the prediction's error; empty if there is none."""
-    if "measured" not in row:
-        return ""
-    step = f"{row['measured']['step_s'] * 1e3:.0f} ms"
-    return f"{step if row['measured']['is_conclusive'] else f'({step})':>12}{row['error']:>+8.1%}"
-
-
 def as_table(table: Sequence[Mapping[str, Any]]) -> str:
     """Formats the rows as a text table."""
-    head = f"{'':<28}{'predicted':>11}{'x none':>8}{'x torch':>9}{'replays':>9}{'measured':>12}{'error':>8}"
+    head = f"{'':<28}{'predicted':>11}{'x none':>8}{'x torch':>9}{'replays':>9}"
     lines = [head, "-" * len(head)]
     lines += [
         f"{row['name']:<28}{row['predicted_s'] * 1e3:>8.0f} ms{row['over_none']:>8.2f}{row['over_torch']:>9.2f}"
-        f"{row['replays']:>9}{_measured(row)}"
+        f"{row['replays']:>9}"
         for row in table
     ]
-    if any("measured" in row and not row["measured"]["is_conclusive"] for row in table):
-        lines.append("(in brackets: inconclusive, because other processes disturbed too many steps)")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ cost is the median of several rounds.
 
 import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from backhaul.demo.model import Block
 from backhaul.simulate.costs import Costs
 from backhaul_bench.noise import CoreTimes, settle
 from backhaul_bench.stage import Stage
-from backhaul_bench.training import DROPOUT, LARGE, WIDTH, Training
+from backhaul_bench.training import DROPOUT, WIDTH, Training
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.replay.replay import Replay
@@ -36,22 +36,8 @@ Seconds = dict[str, float]
 """CPU seconds per segment, by core and phase."""
 
 
-class PhasedTraining(Protocol):
-    """A training whose steps can be run phase by phase."""
-
-    def clear_gradients(self) -> None:
-        """Clears all gradients."""
-
-    def forward(self) -> Tensor:
-        """Runs forward and returns the loss."""
-        ...
-
-    def optimize(self) -> None:
-        """Runs the optimizer."""
-
-
-def calibrate(session: "Session", stage: Stage, tokens: tuple[int, int] = LARGE) -> Costs:
-    """Measures the costs of one block of the benchmarks.
+def calibrate(session: "Session", stage: Stage, tokens: tuple[int, int]) -> Costs:
+    """Measures the costs of one block of the benchmarks. Costs outside of the blocks are divided among them.
 
     Args:
         session: A session whose worker runs on the worker's core.
@@ -60,34 +46,7 @@ def calibrate(session: "Session", stage: Stage, tokens: tuple[int, int] = LARGE)
     """
     plain = Training("plain", BLOCKS, tokens, None)
     remote = Training("remote", BLOCKS, tokens, session.checkpoint)
-    measured = footprint(Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True))
-    return measure_costs(stage, (plain, remote), BLOCKS, plain.parameter_bytes // BLOCKS, plain.x.nbytes, measured)
-
-
-def measure_costs(
-    stage: Stage,
-    trainings: tuple[PhasedTraining, PhasedTraining],
-    segments: int,
-    weight_bytes: int,
-    boundary_bytes: int,
-    measured: Footprint,
-    rounds: int = ROUNDS,
-) -> Costs:
-    """Measures the costs of one segment of a training. Costs outside of segments are divided among them.
-
-    Args:
-        stage: Cores of the measurement.
-        trainings: The training without checkpointing, and the same with a worker on the worker's core.
-        segments: Number of segments of a step.
-        weight_bytes: Size of a segment's parameters, in bytes.
-        boundary_bytes: Size of a segment's input, in bytes.
-        measured: Memory of a replay of a segment.
-        rounds: Number of rounds after the warm-up.
-    """
-    plain, remote = trainings
-    taken_s = [(_phases(stage, plain, segments), _phases(stage, remote, segments)) for _ in range(_WARM + rounds)][
-        _WARM:
-    ]
+    taken_s = [(_phases(stage, plain), _phases(stage, remote)) for _ in range(_WARM + ROUNDS)][_WARM:]
 
     def median(side: int, name: str) -> float:
         return statistics.median(taken[side][name] for taken in taken_s)
@@ -104,13 +63,13 @@ def measure_costs(
         replay_backward_s=median(1, "worker backward"),
         answer_s=median(1, "worker's others backward"),
         finish_s=median(1, "trainer backward") + median(1, "trainer's others backward"),
-        weight_bytes=weight_bytes,
-        boundary_bytes=boundary_bytes,
-        footprint=measured,
+        weight_bytes=plain.parameter_bytes // BLOCKS,
+        boundary_bytes=plain.x.nbytes,
+        footprint=_footprint(Block(WIDTH, DROPOUT), torch.randn(*tokens, WIDTH, requires_grad=True)),
     )
 
 
-def footprint(segment: nn.Module, x: Tensor) -> Footprint:
+def _footprint(segment: nn.Module, x: Tensor) -> Footprint:
     """Measures the memory of a segment's replay by running one in this process.
 
     Args:
@@ -129,8 +88,8 @@ def footprint(segment: nn.Module, x: Tensor) -> Footprint:
     return measured
 
 
-def _phases(stage: Stage, training: PhasedTraining, segments: int) -> Seconds:
-    """Runs a step of a training phase by phase and measures each."""
+def _phases(stage: Stage, training: Training) -> Seconds:
+    """Runs a step of a training phase by phase and measures each. Returns what a block took."""
     spent: Seconds = {}
     losses: list[Tensor] = []
 
@@ -141,7 +100,7 @@ def _phases(stage: Stage, training: PhasedTraining, segments: int) -> Seconds:
     _measure_phase(stage, "forward", lambda: losses.append(training.forward()), spent)
     _measure_phase(stage, "backward", backward, spent)
     _measure_phase(stage, "optimizer", training.optimize, spent)
-    return {name: seconds / segments for name, seconds in spent.items()}
+    return {name: seconds / BLOCKS for name, seconds in spent.items()}
 
 
 def _measure_phase(stage: Stage, phase: str, run: Callable[[], None], spent: Seconds) -> None:

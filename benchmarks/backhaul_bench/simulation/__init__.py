@@ -1,1 +1,0 @@
-"""The measurements behind `backhaul simulate`: the costs of one segment, and steps to compare with predictions."""
