@@ -13,10 +13,10 @@ from backhaul._config import Config
 from backhaul.doctor.advice import Surroundings, model_checks
 from backhaul.doctor.check import Check
 from backhaul.doctor.installation import connection_checks
-from backhaul.plan.measurement import WorkerProfile
-from backhaul.profile.link import LinkProfile
-from backhaul.profile.plain import PlainProfile
-from backhaul.profile.remote import SegmentTimes
+from backhaul.doctor.profile.link import LinkProfile
+from backhaul.doctor.profile.measurement import WorkerProfile
+from backhaul.doctor.profile.plain import PlainProfile
+from backhaul.doctor.profile.remote import SegmentTimes
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.version import version
 from backhaul_server.commands import certificates
@@ -163,7 +163,7 @@ PLAIN = PlainProfile(
     tokens=1024,
     footprint=Footprint(18 << 20, 18 << 20, 20 << 20),
 )
-RUN = SegmentTimes(1, 8, 0.001, 0.01, 0.02, 0.0, 0.0, 0.3, 8, {})
+RUN = SegmentTimes(1, 8, 0.001, 0.01, 0.02, 0.0, 0.0, 8, {})
 LINK = LinkProfile(10 * GBIT, 10 * GBIT, 1e-4, True)
 WORKER = WorkerProfile("gpu-box:50051", version(), GIB, {}, LINK, (RUN,))
 AROUND = Surroundings(24 << 20, 0.0)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from backhaul._cli.options import obstacle_to
 from backhaul.doctor.check import Check, as_json, failed
-from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul.doctor.profile.options import add_model_options, config_of, divide_cores, target_of
 from backhaul_runtime.errors import AddressError, BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_count
 
 if TYPE_CHECKING:
     from backhaul._config import Config
-    from backhaul.profile.target import Target
+    from backhaul.doctor.profile.target import Target
 
 HELP = "check an installation and a worker, and whether the worker pays for a model"
 EXAMPLES = (
@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | None") -> "Iterator[Check]":
     from backhaul.doctor.advice import model_checks
     from backhaul.doctor.installation import connection_checks, installation, speed_check
+    from backhaul.doctor.profile.measurement import measure_model
     from backhaul.doctor.sample import sample
     from backhaul.doctor.surroundings import look
-    from backhaul.plan.measurement import measure_model
 
     yield installation()
     try:

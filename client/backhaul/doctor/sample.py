@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from backhaul.profile.target import Target
+from backhaul.doctor.profile.target import Target
 
 _LAYERS = 4
 

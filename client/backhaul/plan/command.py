@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backhaul._cli.options import obstacle_to
-from backhaul.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul.doctor.profile.options import add_model_options, config_of, divide_cores, target_of
 from backhaul_runtime.errors import BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_amount, parse_count, parse_size, size_text
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from backhaul._config import Config
+    from backhaul.doctor.profile.target import Target
     from backhaul.plan.search import PredictedPlan
-    from backhaul.profile.target import Target
 
 HELP = "choose the settings with which a model trains fastest within a budget of memory"
 EXAMPLES = (
@@ -84,21 +84,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
+    from backhaul.doctor.profile.measurement import measure_model
     from backhaul.plan import text
-    from backhaul.plan.measurement import measure_model
+    from backhaul.plan.measured import layer_costs, planned_workers
     from backhaul.plan.search import search
 
     kinds = " and ".join(kind.__name__ for kind in target.kinds)
     print(f"measuring {len(target.layers)} layers of the class {kinds}", flush=True)
     measured = measure_model(target, config, arguments.rounds)
-    plain, workers = measured.plain, measured.planned_workers
+    plain, workers = measured.plain, planned_workers(measured)
     fixed_bytes = plain.model_bytes + arguments.optimizer_bytes * plain.trained_parameters
     room_bytes = arguments.budget - fixed_bytes
     if not workers:
         reasons = {reason for worker in measured.workers for run in worker.runs for reason in run.reasons}
         why = "; ".join(sorted(reasons)) or "no worker returned gradients"
         raise SettingError(f"no segment of {target.name} can run on a worker: {why}. `backhaul doctor` says more")
-    costs = measured.costs
+    costs = layer_costs(measured)
     best, plans = search(costs, workers, arguments.micro_batches, room_bytes)
     print(text.model_text(target.name, costs, fixed_bytes))
     print("\n".join(map(text.worker_text, workers)) + "\n")

@@ -9,9 +9,13 @@ machine: it is taken to be what the trainer needs to send and to receive.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from backhaul.simulate.costs import Costs
 from backhaul_runtime.replay.schedule import Footprint
+
+if TYPE_CHECKING:
+    from backhaul.doctor.profile.measurement import ModelMeasurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,42 @@ class PlannedWorker:
     memory_bytes: int
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
+
+
+def layer_costs(measured: "ModelMeasurement") -> LayerCosts:
+    """Returns the costs of a measured model's layers, with those of the first worker, which must have run segments."""
+    plain = measured.plain
+    runs = [run for run in measured.workers[0].runs if run.remote]
+    return LayerCosts(
+        layers=plain.layers,
+        forward_s=plain.forward_s,
+        backward_s=plain.backward_s,
+        outside_s=plain.outside_forward_s + plain.outside_backward_s,
+        boundary_bytes=plain.boundary_bytes,
+        saved_bytes=plain.saved_bytes,
+        outside_bytes=plain.outside_bytes,
+        transient_bytes=plain.transient_bytes,
+        trained_bytes=plain.trained_bytes,
+        frozen_bytes=plain.frozen_bytes,
+        gradient_bytes=plain.gradient_bytes,
+        footprint=plain.footprint,
+        replay_part=runs[-1].replay_s / (runs[-1].replay_s + runs[-1].replay_backward_s),
+        segments=tuple(SegmentCosts(run.layers, run.record_s, run.upload_s, run.finish_s) for run in runs),
+        has_free_transport=measured.has_free_transport,
+    )
+
+
+def planned_workers(measured: "ModelMeasurement") -> list[PlannedWorker]:
+    """Returns the workers that returned gradients of a measured model."""
+    planned = []
+    for worker in measured.workers:
+        speed, link = worker.speed(measured.plain), worker.link
+        # Shared memory has no bandwidth of its own: what it takes is the CPU time that was measured.
+        rate = link.bytes_per_s if worker.crosses_network and link is not None else 0.0
+        latency_s = link.round_trip_s / 2 if worker.crosses_network and link is not None else 0.0
+        if speed:
+            planned.append(PlannedWorker(worker.address, speed, worker.memory_bytes, rate, latency_s))
+    return planned
 
 
 def fastest_first(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:

@@ -1,21 +1,20 @@
-"""Measures a model and its workers, for a plan and for `backhaul doctor`."""
+"""Measures a model and its workers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from backhaul._config import Config
-from backhaul.plan.measured import LayerCosts, PlannedWorker, SegmentCosts
-from backhaul.profile.link import LinkProfile, LinkRun
-from backhaul.profile.observed import ObservedSession
-from backhaul.profile.plain import ROUNDS, PlainProfile, PlainRun
-from backhaul.profile.remote import (
+from backhaul.doctor.profile.link import LinkProfile, LinkRun
+from backhaul.doctor.profile.observed import ObservedSession
+from backhaul.doctor.profile.plain import ROUNDS, PlainProfile, PlainRun
+from backhaul.doctor.profile.remote import (
     RemoteRun,
     SegmentTimes,
     compute_threads,
     has_free_transport,
 )
-from backhaul.profile.target import Target
+from backhaul.doctor.profile.target import Target
 from backhaul_runtime.errors import BackhaulError, SettingError, WorkerLostError
 from backhaul_runtime.process.fingerprint import differences, fingerprint
 
@@ -68,41 +67,10 @@ class ModelMeasurement:
     workers: tuple[WorkerProfile, ...]
 
     @property
-    def costs(self) -> LayerCosts:
-        """The costs of the layers, with those of the first worker."""
-        plain = self.plain
-        runs = [run for run in self.workers[0].runs if run.remote]
-        return LayerCosts(
-            layers=plain.layers,
-            forward_s=plain.forward_s,
-            backward_s=plain.backward_s,
-            outside_s=plain.outside_forward_s + plain.outside_backward_s,
-            boundary_bytes=plain.boundary_bytes,
-            saved_bytes=plain.saved_bytes,
-            outside_bytes=plain.outside_bytes,
-            transient_bytes=plain.transient_bytes,
-            trained_bytes=plain.trained_bytes,
-            frozen_bytes=plain.frozen_bytes,
-            gradient_bytes=plain.gradient_bytes,
-            footprint=plain.footprint,
-            replay_part=runs[-1].replay_s / (runs[-1].replay_s + runs[-1].replay_backward_s),
-            segments=tuple(SegmentCosts(run.layers, run.record_s, run.upload_s, run.finish_s) for run in runs),
-            # A worker on this machine takes the cores that would be free otherwise.
-            has_free_transport=has_free_transport() and self.workers[0].crosses_network,
-        )
-
-    @property
-    def planned_workers(self) -> list[PlannedWorker]:
-        """The workers that returned gradients."""
-        planned = []
-        for worker in self.workers:
-            speed, link = worker.speed(self.plain), worker.link
-            # Shared memory has no bandwidth of its own: what it takes is the CPU time that was measured.
-            rate = link.bytes_per_s if worker.crosses_network and link is not None else 0.0
-            latency_s = link.round_trip_s / 2 if worker.crosses_network and link is not None else 0.0
-            if speed:
-                planned.append(PlannedWorker(worker.address, speed, worker.memory_bytes, rate, latency_s))
-        return planned
+    def has_free_transport(self) -> bool:
+        """Whether sending to the first worker and receiving from it leave the cores that compute free."""
+        # A worker on this machine takes the cores that would be free otherwise.
+        return has_free_transport() and self.workers[0].crosses_network
 
 
 def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> ModelMeasurement:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul.demo.memory import peak_live_bytes
-from backhaul.profile.target import Target
+from backhaul.doctor.profile.target import Target
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.replay.replay import Replay

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter, thread_time
+from time import thread_time
 
 import torch
 
 from backhaul._torch_api.wrap import unwrap
-from backhaul.profile.observed import ObservedSession
-from backhaul.profile.plain import ROUNDS, PlainProfile, synchronise, undisturbed, update
-from backhaul.profile.target import Target
+from backhaul.doctor.profile.observed import ObservedSession
+from backhaul.doctor.profile.plain import ROUNDS, PlainProfile, synchronise, undisturbed, update
+from backhaul.doctor.profile.target import Target
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.resources import usable_cores
 
@@ -45,7 +45,6 @@ class SegmentTimes:
         replay_backward_s: Duration of the backward on the worker; 0 if it returned activations only.
         upload_s: CPU time of sending the segment.
         finish_s: CPU time of requesting, receiving and checking its result.
-        step_s: Duration of forward and backward of a micro-batch.
         remote: Number of segments of a step that a worker recomputed.
         reasons: Why other segments ran on the trainer, with counts.
     """
@@ -57,7 +56,6 @@ class SegmentTimes:
     replay_backward_s: float
     upload_s: float
     finish_s: float
-    step_s: float
     remote: int
     reasons: Mapping[str, int]
 
@@ -104,7 +102,6 @@ class _Step:
     backward_s: float
     upload_s: float  # of the other threads in forward, as the next one in backward
     finish_s: float
-    step_s: float
 
 
 class RemoteRun:
@@ -118,11 +115,7 @@ class RemoteRun:
     """
 
     def __init__(
-        self,
-        target: Target,
-        session: ObservedSession,
-        segment_layers: int,
-        computing: frozenset[int],
+        self, target: Target, session: ObservedSession, segment_layers: int, computing: frozenset[int]
     ) -> None:
         self._target, self._session, self._segment_layers = target, session, segment_layers
         self._computing = computing
@@ -150,15 +143,15 @@ class RemoteRun:
 
     def _step(self) -> _Step:
         device = self._target.device
-        began_s, transport_s, main_s = perf_counter(), _transport_s(self._computing), thread_time()
+        transport_s, main_s = _transport_s(self._computing), thread_time()
         loss = self._target.run()
         synchronise(device)
         sent_s, forward_s = _transport_s(self._computing), thread_time() - main_s
         main_s = thread_time()
         loss.backward()  # type: ignore[no-untyped-call]
         synchronise(device)
-        received_s, took_s = _transport_s(self._computing), perf_counter() - began_s
-        return _Step(0, forward_s, thread_time() - main_s, sent_s - transport_s, received_s - sent_s, took_s)
+        received_s = _transport_s(self._computing)
+        return _Step(0, forward_s, thread_time() - main_s, sent_s - transport_s, received_s - sent_s)
 
     def times(self, plain: PlainProfile) -> SegmentTimes:
         """Returns what a segment costs. The session must be closed.
@@ -183,7 +176,6 @@ class RemoteRun:
                 [step.finish_s + max(0.0, step.backward_s - plain.outside_backward_s) for step in self._steps]
             )
             / segments,
-            step_s=undisturbed([step.step_s for step in self._steps]),
             remote=round(len(remote) / steps),
             reasons={reason: -(-count // steps) for reason, count in reasons.items()},
         )

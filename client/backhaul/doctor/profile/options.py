@@ -8,7 +8,7 @@ from backhaul._config import Config, resolve
 from backhaul_runtime.process.resources import usable_cores
 
 if TYPE_CHECKING:
-    from backhaul.profile.target import Target
+    from backhaul.doctor.profile.target import Target
 
 _PATIENT_S = 30.0
 """A worker is given this time without a message, because a lost segment would spoil a measurement."""
@@ -75,7 +75,7 @@ def target_of(arguments: argparse.Namespace) -> "Target":
         SettingError: An option cannot be used, or the model cannot be loaded.
     """
     _quiet()
-    from backhaul.profile.target import load_target, parse_argument
+    from backhaul.doctor.profile.target import load_target, parse_argument
     from backhaul_runtime.errors import SettingError
 
     try:

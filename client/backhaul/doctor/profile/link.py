@@ -6,8 +6,8 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from backhaul.profile.observed import ObservedSession
-from backhaul.profile.plain import synchronise
+from backhaul.doctor.profile.observed import ObservedSession
+from backhaul.doctor.profile.plain import synchronise
 from backhaul_proto.v1 import telemetry_pb2
 
 _LINK_BYTES, _FIRST_LINK_BYTES, _LINK_ROUNDS, _ENOUGH_S = 32 << 20, 1 << 20, 3, 0.2
