@@ -31,12 +31,14 @@ from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
+    Streams,
     check_functions,
     computed_again,
     differentiated,
     fold,
     on_trainer,
     plus,
+    present_streams,
     recovered,
     size_bytes_of,
     under,
@@ -107,7 +109,7 @@ class AccumulationBlock:
         self._reductions = Reductions()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
-        self._stream: torch.cuda.Stream | None = None  # of the last micro-batch
+        self._streams: Streams = ()  # of the last micro-batch
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
@@ -209,7 +211,7 @@ class AccumulationBlock:
         if not parts.run:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
             self._finish_all()
         self.micro_batches += 1
-        stream = self._stream = torch.cuda.current_stream(loss.device) if loss.is_cuda else None
+        streams = self._streams = present_streams(loss)
         on_workers = sum(frame.remote is not None for frame in parts.frames)
         started = perf_counter()
         sums = self._head(loss, parts)
@@ -218,7 +220,7 @@ class AccumulationBlock:
         size_bytes = size_bytes_of(parts, sums, kept)
         own = kept + len(parts.frames) - on_workers
         self._chain = max(self._chain, kept + len(parts.frames))
-        micro_batch = MicroBatch(self.micro_batches, own, parts, state, stream, sums, size_bytes)
+        micro_batch = MicroBatch(self.micro_batches, own, parts, state, streams, sums, size_bytes)
         if parts.run:
             for segment in parts.run:
                 segment.frame.check_backward()
@@ -285,7 +287,7 @@ class AccumulationBlock:
         self._micro_batch_ended()  # a forward of the caller's own, if a plain backward comes now
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
-            self._runs.begin_collecting(self._stream)
+            self._runs.begin_collecting(self._streams)
             self._finish_all()
             self._collect()
             self._check_unchanged(self._fixed.changed())
@@ -446,7 +448,7 @@ class AccumulationBlock:
 
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
-        lost = self._runs.collect(self._stream)
+        lost = self._runs.collect(self._streams)
         keeping = [*self._finished, *self._open]
         if lost:
             self._gradients.stop_keeping()

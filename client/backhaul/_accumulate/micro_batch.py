@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -20,6 +20,9 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
 
+Streams = Sequence[torch.cuda.Stream]
+"""The streams of CUDA devices on which one thread has queued what another continues; empty without CUDA."""
+
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
@@ -30,7 +33,7 @@ class MicroBatch:
         trainers_segments: The number of its segments that the trainer computes, also those whose activations it keeps.
         parts: The divided graph of its loss.
         state: The ambient settings under which its backward runs.
-        stream: The stream on which the head was computed; None on a CPU.
+        streams: The streams on which the head was computed.
         sums: The folds so far, by where they arrive.
         size_bytes: The bytes that the trainer keeps for it.
         segments_left: The segments of the run whose backward has not ended.
@@ -47,7 +50,7 @@ class MicroBatch:
     trainers_segments: int
     parts: Parts
     state: ambient_state.State
-    stream: torch.cuda.Stream | None
+    streams: Streams
     sums: dict[Target, Tensor]
     size_bytes: int
     segments_left: list[RunSegment] = field(default_factory=list)
@@ -58,6 +61,27 @@ class MicroBatch:
     ended: "Future[None] | None" = None
     is_stopped: bool = False
     error: Exception | None = None
+
+
+def present_streams(loss: Tensor) -> Streams:
+    """Returns the calling thread's streams that another thread would not have: all but the default ones.
+
+    That of the loss comes last in any case, because `on_streams` makes the device of the last one the present one.
+    """
+    if not loss.is_cuda:
+        return ()
+    present = [torch.cuda.current_stream(index) for index in range(torch.cuda.device_count())]
+    own = [stream for stream in present if stream != torch.cuda.default_stream(stream.device)]
+    return *own, torch.cuda.current_stream(loss.device)
+
+
+@contextmanager
+def on_streams(streams: Streams) -> Iterator[None]:
+    """Queues the block's work on these streams of their devices."""
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def differentiated(

@@ -7,12 +7,18 @@ from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import RunSegment, Target
-from backhaul._accumulate.micro_batch import MicroBatch, fold, only_contributions, uploader_of
+from backhaul._accumulate.micro_batch import (
+    MicroBatch,
+    Streams,
+    fold,
+    on_streams,
+    only_contributions,
+    uploader_of,
+)
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.uploader import Uploader
@@ -62,21 +68,21 @@ class RemoteRuns:
                 self._gradients.stop_keeping()
                 return
 
-    def begin_collecting(self, stream: torch.cuda.Stream | None) -> None:
+    def begin_collecting(self, streams: Streams) -> None:
         """Lets each worker's thread fetch the gradients that its worker has kept, after its last run.
 
         Args:
-            stream: The stream of the last micro-batch; None on a CPU.
+            streams: The streams of the last micro-batch.
         """
         for uploader, thread in self._threads.items():
             with suppress(RuntimeError):  # the interpreter is shutting down and starts no more work in threads
-                self._collecting[uploader] = thread.submit(self._collected, uploader, stream)
+                self._collecting[uploader] = thread.submit(self._collected, uploader, streams)
 
-    def collect(self, stream: torch.cuda.Stream | None) -> set[Uploader]:
+    def collect(self, streams: Streams) -> set[Uploader]:
         """Waits for all runs, and fetches the gradients that workers have kept.
 
         Args:
-            stream: The stream of the last micro-batch; None on a CPU.
+            streams: The streams of the last micro-batch.
 
         Returns:
             The uploaders of the workers that are lost with what they had kept.
@@ -86,7 +92,7 @@ class RemoteRuns:
             wait([last])  # until the worker's thread is idle
             collecting = self._collecting.pop(uploader, None)
             try:
-                sums = self._collected(uploader, stream) if collecting is None else collecting.result()
+                sums = self._collected(uploader, streams) if collecting is None else collecting.result()
             except BackhaulError as error:
                 lost.add(uploader)
                 self._log.fallback(f"a worker was lost with gradients that it had kept: {error.message}")
@@ -102,8 +108,8 @@ class RemoteRuns:
         for thread in self._threads.values():
             thread.shutdown(cancel_futures=True)
 
-    def _collected(self, uploader: Uploader, stream: torch.cuda.Stream | None) -> Sums:
-        with torch.cuda.stream(stream):  # a worker's thread has another one, which nothing would wait for
+    def _collected(self, uploader: Uploader, streams: Streams) -> Sums:
+        with on_streams(streams):  # a worker's thread has another one, which nothing would wait for
             return uploader.uncollected.collect(
                 self._rounds[uploader], lambda size_bytes: self._log.traffic(down_bytes=size_bytes)
             )
@@ -113,7 +119,7 @@ class RemoteRuns:
         if previous is not None:
             wait([previous])
         try:
-            with torch.cuda.stream(micro_batch.stream):  # this thread's own stream would not wait for the head
+            with on_streams(micro_batch.streams):  # this thread's own stream would not wait for the head
                 for _ in range(segments):
                     if micro_batch.error is not None or micro_batch.is_stopped or uploader in self._failed:
                         micro_batch.is_stopped = True

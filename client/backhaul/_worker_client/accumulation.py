@@ -188,7 +188,9 @@ class UncollectedGradients:
             self._connection.traffic.add(down_bytes=stream.received_bytes)
         if set(slots) != self._parameters.keys() or len(slots) != len(tensors):
             raise WorkerLostError("the worker returned gradients of other parameters than it kept", status="LOST")
-        sums = [(self._parameters[slot], tensor) for slot, tensor in zip(slots, tensors, strict=True)]
+        parameters = [self._parameters[slot] for slot in slots]
+        # The tensors have arrived on one device. Those of a model on several devices go on to theirs.
+        sums = [(one, tensor.to(one.device)) for one, tensor in zip(parameters, tensors, strict=True)]
         for parameter, tensor in sums:
             if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
                 raise WorkerLostError("the worker returned gradients of other shapes than it kept", status="LOST")
