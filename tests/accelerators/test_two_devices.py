@@ -1,4 +1,4 @@
-"""Models and segments whose tensors are on two devices of the trainer."""
+"""Models and segments whose tensors are on two devices of the trainer: two GPUs, or a GPU and the host."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -16,10 +16,8 @@ from support.bits import Checkpoint, differing, grad_of, plainly
 from support.lanes import counted
 from support.processes import WorkerProcess
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.slow
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 WIDTH = 16
 
 
@@ -63,6 +61,7 @@ def gradients(
     return [grad_of(parameter).cpu() for parameter in layers.parameters()]
 
 
+@needs_two
 def test_sums_of_a_block_go_to_the_devices_of_their_parameters(gpu_worker: WorkerProcess) -> None:
     layers = build("cuda:0", "cuda:0", "cuda:1", "cuda:1")
     twin, x = copy.deepcopy(layers), torch.randn(4, WIDTH)
@@ -77,6 +76,7 @@ def test_sums_of_a_block_go_to_the_devices_of_their_parameters(gpu_worker: Worke
     assert differing(ours, gradients(twin, partial(losses, twin), None)) == []
 
 
+@needs_two
 def test_a_block_continues_on_the_stream_of_another_device_than_its_loss(gpu_worker: WorkerProcess) -> None:
     layers = build("cuda:0", "cuda:0")
     twin, x = copy.deepcopy(layers), torch.randn(4, WIDTH)
@@ -93,3 +93,70 @@ def test_a_block_continues_on_the_stream_of_another_device_than_its_loss(gpu_wor
     ):
         ours = gradients(layers, partial(losses, layers), session)
     assert differing(ours, gradients(twin, partial(losses, twin), None)) == []
+
+
+def moves(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).to("cuda:1").sin()
+
+
+def moves_back(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).to("cuda:1").sin().to("cuda:0") * weight
+
+
+def draws_on_both(x: Tensor, weight: Tensor) -> Tensor:
+    moved = torch.dropout(torch.dropout(x * weight, 0.5, True).to("cuda:1"), 0.5, True)
+    return torch.dropout(moved.to("cuda:0") * weight, 0.5, True)
+
+
+def makes(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).to("cuda:1") + torch.ones(4, WIDTH, device="cuda:1")
+
+
+def makes_on_the_current_device(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.cuda.device(1):
+        made = torch.ones(4, WIDTH, device="cuda").sin()
+    return x * weight + made.to(x.device)
+
+
+def draws_on_the_gpu(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.dropout((x * weight).cuda(), 0.5, True).sin().exp()
+
+
+def after_a_step(checkpoint: Checkpoint, function: Callable[..., Tensor], device: str) -> list[Tensor]:
+    """Returns the gradients and the output of a function, and what is drawn afterwards on each device."""
+    torch.manual_seed(1)
+    x, weight = torch.randn(4, WIDTH).to(device).requires_grad_(), torch.randn(WIDTH).to(device).requires_grad_()
+    output = checkpoint(function, x, weight)
+    output.square().sum().backward()
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    drawn = [torch.rand(3, device=device).cpu() for device in devices]
+    synchronize()
+    return [grad_of(x).cpu(), grad_of(weight).cpu(), output.detach().cpu(), *drawn]
+
+
+@needs_two
+@pytest.mark.parametrize("function", [moves, moves_back, draws_on_both, makes, makes_on_the_current_device])
+def test_a_segment_on_two_gpus_stays_on_the_trainer(
+    gpu_worker: WorkerProcess, function: Callable[..., Tensor], returns: str
+) -> None:
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        for _ in range(2):
+            ours = after_a_step(partial(session.checkpoint, returns=returns), function, "cuda:0")
+            assert differing(ours, after_a_step(plainly, function, "cuda:0")) == []
+        assert "on the trainer: its tensors are on several accelerators" in str(session.report())
+
+
+def test_a_segment_that_moves_what_the_host_has_runs_on_the_gpu(gpu_worker: WorkerProcess, returns: str) -> None:
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        checkpoint = partial(session.checkpoint, returns=returns, strict=True)
+        ours = after_a_step(checkpoint, draws_on_the_gpu, "cpu")
+    assert differing(ours, after_a_step(plainly, draws_on_the_gpu, "cpu")) == []
+
+
+def test_a_recomputation_on_the_trainer_leaves_the_generator_of_a_gpu_that_has_no_source(
+    worker: WorkerProcess, returns: str
+) -> None:
+    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        ours = after_a_step(partial(session.checkpoint, returns=returns), draws_on_the_gpu, "cpu")
+        assert "device is cuda here and cpu there" in str(session.report())
+    assert differing(ours, after_a_step(plainly, draws_on_the_gpu, "cpu")) == []

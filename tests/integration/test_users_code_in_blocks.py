@@ -438,7 +438,7 @@ def test_a_block_after_one_that_could_not_end(session: Session, monkeypatch: pyt
             for _ in range(MICRO_BATCHES):
                 block.backward(model.loss(session.checkpoint, torch.randn(8, WIDTH)))
             if last == "collect":
-                block._runs.begin_collecting(None)
+                block._runs.begin_collecting(())
             raise KeyboardInterrupt
         patch.undo()
         # The old thread goes on while the next block runs, and afterwards.

@@ -160,7 +160,7 @@ def gradients_here(
             follow from, a tensor through which gradients reach it. Its values are not read. See `Contribution.source`.
     """
     state = ambient_state.capture()
-    with _ours(values):
+    with _ours(recording):
         replay = replay_here(name, program, recording, values, aids, histories=ways)
         # The backward of a custom function may draw random numbers, and then draws them from the trainer's generators.
         if ways is None and not program.functions:
@@ -178,7 +178,7 @@ def saved_here(
     aids: ReplayOptions = _NONE,
 ) -> dict[int, Callable[[], Tensor]]:
     """Computes saved tensors of a segment on the trainer. Returns access to them by position."""
-    with _ours(values):
+    with _ours(recording):
         replay = replay_here(name, program, recording, values, aids, keep_saved=True)
         return {position: replay.saved(position).unpack for position in positions}
 
@@ -187,7 +187,7 @@ def outputs_here(
     name: str, program: Program, recording: Recording, values: Sequence[Tensor], positions: Iterable[int]
 ) -> dict[int, Tensor]:
     """Computes the outputs of a segment on the trainer, detached, by position. Keeps nothing else of the replay."""
-    with _ours(values):
+    with _ours(recording):
         replay = replay_here(name, program, recording, values)
         return {position: replay.output(position) for position in positions}
 
@@ -195,18 +195,17 @@ def outputs_here(
 def saved_before(name: str, so_far: Program, recording: Recording, position: int) -> Tensor:
     """Returns a saved tensor of a call in progress, from the program recorded so far."""
     values = [source.value for source in recording.sources]
-    with _ours(values):
+    with _ours(recording):
         replay = Replay(so_far, values, recording.generator_states, keep_saved=True, is_own=True)
         check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
         return replay.saved(position).unpack()
 
 
 @contextmanager
-def _ours(values: Sequence[Tensor]) -> Iterator[None]:
+def _ours(recording: Recording) -> Iterator[None]:
     """Isolates a replay from the backward that it runs in: its generators, settings and transforms are its own."""
-    devices = list(dict.fromkeys(value.device for value in values))
     # Inside the vmap of a batched backward torch refuses to draw random numbers, and a replay draws those of forward.
-    with outside_transforms(), isolated(devices), torch.enable_grad():
+    with outside_transforms(), isolated(list(recording.accelerators)), torch.enable_grad():
         yield
 
 

@@ -33,7 +33,7 @@ from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
-from backhaul_runtime.tensors.layout import Layout, copy_exact, device_of
+from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
@@ -172,8 +172,10 @@ class Dispatcher:
             raise Refusal("the session is closed")
         if pending.refusal is not None:  # a second question would count the segment twice
             raise pending.refusal
-        device = device_of(source.value for source in recording.sources)
+        device = next(iter(recording.accelerators), torch.device("cpu"))
         self._follow(device)
+        if len(recording.accelerators) > 1:
+            raise Refusal("its tensors are on several accelerators, but a worker uses only one")
         target = pending.target
         was_sent = target is not None and target[0].connection.up is target[1]
         worker, worker_session, number = target if target is not None and was_sent else self._next_target()
@@ -195,8 +197,6 @@ class Dispatcher:
                 f"it needs {total} bytes on the worker, but the budget is {worker_session.budget_bytes}: start the "
                 "worker with more --memory, or make the segment smaller"
             )
-        if len({source.value.device for source in recording.sources if source.layout.is_on_accelerator}) > 1:
-            raise Refusal("its tensors are on several accelerators, but a worker uses only one")
         if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
             raise Refusal(f"{reason}, says the worker {worker.connection.name}")
         # After all refusals, because a segment that no worker takes must not be predicted.
@@ -242,6 +242,7 @@ class Dispatcher:
             call.log,
             _BACKWARD_FACTOR * forward_s,
             lambda: self._backward_reached(worker, number, site),
+            next(iter(recording.accelerators), None),
         )
         pending.is_saved = was_sent
         worker.uploader.save(save)

@@ -7,6 +7,7 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
@@ -146,6 +147,7 @@ class SavedSegment:
         expected_s: Seconds that a replay with its backward should take.
         reached: Called when a backward requests the segment. Returns the numbers of the segments that it will probably
             request next.
+        accelerator: The CUDA device that the segment was computed on; None for one on the host alone.
 
     Attributes:
         expected: The gradients that the worker has predicted, by output.
@@ -159,6 +161,7 @@ class SavedSegment:
         log: CallLog,
         expected_s: float,
         reached: Callable[[], Sequence[int]],
+        accelerator: torch.device | None = None,
     ) -> None:
         self._connection = connection
         self._uploader = uploader
@@ -167,7 +170,7 @@ class SavedSegment:
         self._expected_s = expected_s
         self._reached = reached
         self._answer_bytes = 0  # of the backward in progress
-        self._device = save.made[0].device if save.made else None
+        self._accelerator = accelerator
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
         save.owner = uploader.release_after(self, save.worker_session, save.segment)
@@ -314,7 +317,7 @@ class SavedSegment:
 
     def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
         self._received(carried.size_bytes + shared_bytes(carried.tensors))
-        receiver = receiving(self.worker_session.memory, self._device)
+        receiver = receiving(self.worker_session.memory, self._accelerator)
         receiver.add_carried(carried)
         return self._answer(carried.message.result, receiver)
 
@@ -438,7 +441,7 @@ class SavedSegment:
     @property
     def _shares_memory(self) -> bool:
         """Whether the large tensors of answers go through shared memory. Those of an accelerator can't."""
-        return self.worker_session.memory is not None and self._device is None
+        return self.worker_session.memory is not None and self._accelerator is None
 
     def _new_answer(self, stripes: int) -> int:
         """Returns a number for an answer in shared memory; 0 for one without, or one that is striped instead."""
@@ -459,7 +462,7 @@ class SavedSegment:
             self._connection.silence_s,
             self.worker_session.memory,
             answer,
-            self._device,
+            self._accelerator,
             is_lent=is_lent,
             offer=offer,
         )

@@ -174,6 +174,7 @@ class KnownTensors:
         requires_grad = tensor.requires_grad
         if tensor.is_cuda:
             self._states.uses_cuda = True
+            self._recording.accelerators[tensor.device] = None
         has_no_history = requires_grad and not torch.is_grad_enabled() and isinstance(ref, ResultRef)
         self._known[identity_of(tensor)] = _Known(
             ref, WeakTensorRef(tensor), tensor.data_ptr(), requires_grad, has_no_history

@@ -57,6 +57,8 @@ class NodeArguments:
         """Returns an argument of an op as a program holds it."""
         if isinstance(value, Tensor):
             return self._ref(value) if is_plain(type(value)) or is_thin(type(value)) else self._composite(value)
+        if type(value) is torch.device and value.type == "cuda" and value.index is None:
+            return torch.device("cuda", torch.cuda.current_device())  # another one may be current in backward
         if value is None or type(value) in _CONSTANTS:
             return value
         if isinstance(value, (list, tuple)):

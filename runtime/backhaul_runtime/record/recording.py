@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
@@ -110,6 +111,7 @@ class Recording:
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
         identities: The identity of each custom autograd function of the call, by name, as it was in forward.
         computes_on_host: Whether an op has returned a tensor on the CPU.
+        accelerators: The CUDA devices of the sources and of what ops returned, in the order of first use.
         unrecorded_choices: Why a draw or decision can't be sent to a worker with other hardware; empty if all can.
     """
 
@@ -122,6 +124,7 @@ class Recording:
     has_recorded_choices: bool = False
     unrecorded_choices: str = ""
     computes_on_host: bool = False
+    accelerators: dict[torch.device, None] = field(default_factory=dict)
     identities: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, reason: str) -> None:
