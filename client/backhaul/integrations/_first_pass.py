@@ -1,7 +1,10 @@
 """Checks at the start of a training that its segments travel. Silence would cost the user the whole training."""
 
 from collections import Counter
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
 
 from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Report
 from backhaul._observe.warnings import warn_not_remote
@@ -31,6 +34,16 @@ class FirstPass:
         self._session, self._model, self._raises, self._todo = session, model, if_nothing_travels == "raise", todo
         self._before = session.report()
         self._is_over = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Calls `ended` after the first forward of a model in training, or of a copy of the model."""
+
+        def forward_ended(model: nn.Module, args: Any, output: Any) -> None:  # deepcopy does not copy functions
+            if model.training and torch.is_grad_enabled():
+                hook.remove()
+                self.ended()
+
+        hook = model.register_forward_hook(forward_ended)
 
     def ended(self) -> None:
         """Notes that a forward has ended that will be differentiated. Only the first one is checked.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import Accelerator
@@ -11,13 +11,14 @@ from torch import nn
 from backhaul._session import Session
 from backhaul.integrations._accelerator import defer_backward, is_sharded
 from backhaul.integrations._attributes import replace_attribute
-from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
-from backhaul.integrations._model import Layers, make_segments
+from backhaul.integrations._enable import Models
+from backhaul.integrations._first_pass import IfNothingTravels
+from backhaul.integrations._model import Layers
 from backhaul.integrations._optimizer_steps import OptimizerSteps
-from backhaul.integrations._sessions import session_of
-from backhaul.integrations._within_forward import RedirectedForward
 
-_TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Call its train(), or name the classes of its layers."
+_MODELS = Models(
+    "it called torch.utils.checkpoint.checkpoint nowhere. Call its train(), or name the classes of its layers."
+)
 
 
 def enable(
@@ -56,9 +57,9 @@ def enable(
         SettingError: There are settings for a new session besides a session.
         ValueError: The model has neither layers of these classes nor checkpointing of its own.
     """
-    session = session_of(session, worker, settings)
-    make_segments(model, session, layers, ExitStack())  # the model stays as it is then
-    RedirectedForward(model, session, FirstPass(session, type(model).__name__, if_nothing_travels, _TODO))
+    session = _MODELS.enable(
+        model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **settings
+    )
     if accumulate is None:
         accumulate = accelerator.gradient_accumulation_steps > 1 and not is_sharded(accelerator)
     if accumulate:

@@ -1,15 +1,15 @@
 """Models for DistributedDataParallel and fully_shard. See docs/integrations/distributed.md."""
 
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from backhaul._session import Session
-from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
+from backhaul.integrations._enable import Models
+from backhaul.integrations._first_pass import IfNothingTravels
 from backhaul.integrations._model import Layers
-from backhaul.integrations._sessions import session_of
+
+_MODELS = Models("its forward called none of the wrapped modules.")
 
 
 def wrap(
@@ -43,15 +43,5 @@ def wrap(
         SettingError: There are settings for a new session besides a session.
         ValueError: The model has no module of these classes, or `if_nothing_travels` is neither of the two.
     """
-    session = session_of(session, worker, settings)
-    first = FirstPass(
-        session, type(model).__name__, if_nothing_travels, "its forward called none of the wrapped modules."
-    )
-    session.wrap(model, layers)
-    model.register_forward_hook(partial(_ended, first))
+    _MODELS.enable(model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **settings)
     return model
-
-
-def _ended(first: FirstPass, model: nn.Module, args: Any, output: Any) -> None:
-    if model.training and torch.is_grad_enabled():
-        first.ended()

@@ -156,7 +156,7 @@ class BackhaulAC(ActivationCheckpointing):  # type: ignore[misc]
         first = FirstPass(self.session, type(model).__name__, cast(Any, config.if_nothing_travels), _TODO)
         super().apply(model)
         if next(model.get_submodule("layers").children(), None) is not None:
-            model.register_forward_hook(partial(_ended, first))
+            first.watch(model)
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         options = {
@@ -190,8 +190,3 @@ def _session(config: BackhaulAC.Config) -> Session:
     if session is None or session.closed:
         session = _sessions[key] = connect(config.worker, **config.settings)
     return session
-
-
-def _ended(first: FirstPass, model: nn.Module, args: Any, output: Any) -> None:
-    if model.training and torch.is_grad_enabled():
-        first.ended()

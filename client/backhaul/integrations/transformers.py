@@ -6,56 +6,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from backhaul._api import connect
 from backhaul._observe.report import Report
 from backhaul._session import Session
 from backhaul.integrations._accelerator import defer_backward, is_sharded
 from backhaul.integrations._attributes import replace_attribute
+from backhaul.integrations._enable import Models
 from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
-from backhaul.integrations._model import Layers, is_checkpointing, make_segments, switch_on
+from backhaul.integrations._model import Layers, make_segments
 from backhaul.integrations._optimizer_steps import OptimizerSteps
-from backhaul.integrations._sessions import check_choice, session_of
-from backhaul.integrations._within_forward import RedirectedForward
+from backhaul.integrations._sessions import check_choice
 
 _TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Call its train() and activation_checkpointing_enable()."
 
-
-def enable(
-    model: PreTrainedModel,
-    worker: str | None = None,
-    *,
-    session: Session | None = None,
-    if_nothing_travels: IfNothingTravels = "raise",
-    **settings: Any,
-) -> Session:
-    """Lets workers recompute the layers of a model, in a training loop of your own.
-
-    Switches the model's checkpointing on, unless it is on. Call `activation_checkpointing_enable` before for other
-    options of it, such as `every_n_layers`.
-
-    Args:
-        model: A model of Transformers.
-        worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
-        session: The session to use instead of a new one.
-        if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
-            "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
-
-    Returns:
-        The session, whose `report()` says what ran where. Close it after the training.
-
-    Raises:
-        ConnectError: No worker answers at one of the addresses.
-        SettingError: There are settings for a new session besides a session.
-        ValueError: The model does not support checkpointing.
-    """
-    session = session_of(session, worker, settings)
-    if not is_checkpointing(model):
-        switch_on(model)
-    RedirectedForward(model, session, FirstPass(session, type(model).__name__, if_nothing_travels, _TODO))
-    return session
+enable = Models(_TODO).enable
 
 
 class BackhaulCallback(TrainerCallback):
