@@ -83,9 +83,33 @@ def compare_all(cases: Mapping[str, Case]) -> None:
                 compare(name, case, process)
 
 
+def alignments() -> None:
+    """Weights and inputs at addresses that are aligned to 64, 128 and 256 bytes, by which cuBLASLt chooses kernels."""
+    make_deterministic()
+    with worker() as process:
+        for offset in (32, 64, 128):  # elements of two bytes
+            with guarded(f"addresses at {2 * offset} bytes"), connect(process, returns="activations") as session:
+
+                def step(checkpoint: Checkpoint, offset: int = offset) -> list[Tensor]:
+                    torch.manual_seed(0)
+                    flat = torch.randn(offset + 3 * 512 * 512, device=DEVICE).bfloat16()
+                    x, weight, bias = flat[offset:].view(3, 512, 512).detach()
+                    x, weight, bias = (one.requires_grad_() for one in (x, weight, bias[0]))
+                    checkpoint(
+                        lambda x: nn.functional.linear(x, weight, bias).relu(), x
+                    ).float().square().sum().backward()
+                    return [one.grad for one in (x, weight, bias) if one.grad is not None]
+
+                wrong = differing(step(session.checkpoint), step(plainly))
+                report = session.report()
+                ok = report.remote > 0 and not report.fallbacks and not wrong
+                note(f"addresses at {2 * offset} bytes", ok, differing=len(wrong), fallbacks=report.fallbacks)
+
+
 def plain() -> None:
-    """Models without attention."""
+    """Models without attention, and a linear layer at several addresses."""
     compare_all(PLAIN)
+    alignments()
 
 
 def recurrent() -> None:

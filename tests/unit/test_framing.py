@@ -134,6 +134,9 @@ BAD = {
     ),
     "alignment off the dtype": lambda b: setattr(b.declarations[0].spec, "alignment_bytes", 2),
     "alignment of 64": lambda b: setattr(b.declarations[0].spec, "alignment_bytes", 64),
+    "alignment of 256 on CUDA": lambda b: b.declarations[0].spec.MergeFrom(
+        tensor_pb2.TensorSpec(device="cuda", alignment_bytes=256)
+    ),
     "device that torch does not have": lambda b: setattr(b.declarations[0].spec, "device", "x" * 100_000),
     "conjugate reals": lambda b: setattr(b.declarations[0].spec, "conjugate", True),
 }

@@ -36,7 +36,9 @@ class TensorSpec(_message.Message):
     dtype: _builtins.str
     """torch's name without the module, "float32"."""
     alignment_bytes: _builtins.int
-    """Address of the first element modulo 64: vector kernels start differently elsewhere, and so do their sums."""
+    """Address of the first element modulo 64, or 256 on CUDA: vector kernels start differently elsewhere, and so do their
+    sums; cuBLASLt takes other kernels.
+    """
     conjugate: _builtins.bool
     """torch's lazy conjugate and negative bits."""
     negative: _builtins.bool

@@ -1,7 +1,7 @@
 """The memory layout of tensors, and exact copies.
 
-Equal bits need more than equal values: kernels choose their code path by strides and by the address modulo 64. So a
-layout has both, and every tensor that is created from a layout has them again.
+Equal bits need more than equal values: kernels choose their code path by strides and by the alignment of addresses. So
+a layout has both, and every tensor that is created from a layout has them again.
 """
 
 import ctypes
@@ -24,7 +24,11 @@ from backhaul_runtime.torch_internals.private import (
 )
 
 ALIGNMENT_BYTES = 64
-"""The alignment of torch's allocators, and the widest vector register of today's CPUs, in bytes."""
+"""The alignment of torch's allocator on the host, and the widest vector register of today's CPUs, in bytes."""
+
+CUDA_ALIGNMENT_BYTES = 256
+"""torch tells cuBLASLt the alignment of each matrix up to this one, and cuBLASLt chooses kernels by it. On CUDA torch's
+allocator aligns to 512 bytes."""
 
 LARGE_BYTES = 1 << 20
 """From this size on, reusing memory is faster than requesting it from malloc."""
@@ -48,7 +52,7 @@ class Layout:
         dtype: Any dtype of torch that is not quantized.
         shape: Sizes, rank 0 to 32.
         strides: Strides in elements, not negative.
-        alignment_bytes: The address of the first element modulo 64.
+        alignment_bytes: The address of the first element modulo `alignment_of` its device.
         conjugate: torch's lazy conjugate bit.
         negative: torch's lazy negative bit.
         device: The type of device, "cpu" or "cuda".
@@ -155,6 +159,11 @@ def device_of(tensors: Iterable[Tensor]) -> torch.device:
     return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
 
 
+def alignment_of(device: str) -> int:
+    """Returns up to which alignment, in bytes, kernels on a type of device distinguish addresses."""
+    return CUDA_ALIGNMENT_BYTES if device == "cuda" else ALIGNMENT_BYTES
+
+
 def layout_of(tensor: Tensor) -> Layout:
     """Returns the layout of a tensor. Raises UnsupportedTensorError for a kind that cannot be sent."""
     # Dispatch keys determine the device, the lazy bits, and whether a tensor is of a kind that cannot be sent.
@@ -164,19 +173,20 @@ def layout_of(tensor: Tensor) -> Layout:
             raise UnsupportedTensorError(
                 f"a {reason} cannot be sent: convert it to a plain dense tensor first", reason=reason
             )
-        _kinds[kind] = tensor.is_conj(), tensor.is_neg(), tensor.device.type
-    alignment = tensor.data_ptr() % ALIGNMENT_BYTES if tensor.numel() else 0
+        device = tensor.device.type
+        _kinds[kind] = tensor.is_conj(), tensor.is_neg(), device, alignment_of(device)
+    alignment = tensor.data_ptr() % _kinds[kind][3] if tensor.numel() else 0
     return _shared_layout(kind, tensor.dtype, tensor.shape, tensor.stride(), alignment)
 
 
-_kinds: dict[tuple[type, int], tuple[bool, bool, str]] = {}
+_kinds: dict[tuple[type, int], tuple[bool, bool, str, int]] = {}
 
 
 @lru_cache(maxsize=1 << 14)
 def _shared_layout(
     kind: tuple[type, int], dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], alignment: int
 ) -> Layout:
-    conjugate, negative, device = _kinds[kind]
+    conjugate, negative, device, _ = _kinds[kind]
     aligned = alignment if alignment % dtype.itemsize == 0 else 0
     return Layout(dtype, tuple(shape), strides, aligned, conjugate, negative, device)
 
@@ -190,7 +200,7 @@ def check_layout(layout: Layout) -> None:
         ("a quantized dtype", layout.dtype in _QUANTIZED),
         ("a device that torch does not have", layout.device not in _DEVICES),
         ("an address that does not fit the dtype", layout.alignment_bytes % layout.dtype.itemsize != 0),
-        (f"an alignment of {ALIGNMENT_BYTES} or more", layout.alignment_bytes >= ALIGNMENT_BYTES),
+        ("a larger alignment than its device has", layout.alignment_bytes >= alignment_of(layout.device)),
         ("a conjugate bit without a complex dtype", layout.conjugate and not layout.dtype.is_complex),
     ):
         if is_wrong:

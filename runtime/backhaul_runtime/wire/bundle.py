@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
-from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES, Layout, byte_view, layout_of, view_at
+from backhaul_runtime.tensors.layout import Layout, alignment_of, byte_view, layout_of, view_at
 from backhaul_runtime.torch_internals.storages import storage_key
 from backhaul_runtime.wire.layout_codec import decode_layout, encode_layout
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
@@ -67,7 +67,7 @@ def bundle(tensors: Sequence[tuple[int, Tensor]]) -> Bundle:
             continue
         low = min(_start(tensor) for _, _, tensor in members)
         high = max(_start(tensor) + layout.span_bytes for _, layout, tensor in members)
-        low -= low % ALIGNMENT_BYTES  # keeps the address of every view modulo 64
+        low -= low % alignment_of(first[1].device)  # keeps the alignment of every view
         views += [
             View(position, len(outgoing_tensors), layout, _start(tensor) - low) for position, layout, tensor in members
         ]

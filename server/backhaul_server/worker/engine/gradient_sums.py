@@ -23,7 +23,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.process.threads import only_in
-from backhaul_runtime.tensors.layout import ALIGNMENT_BYTES
+from backhaul_runtime.tensors.layout import alignment_of
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.accounts import Owner
 from backhaul_server.worker.engine.executor import Executor
@@ -316,7 +316,7 @@ def _without(
         value = sources[source]
         is_like = (outgoing.tensor.shape, outgoing.tensor.dtype) == (value.shape, value.dtype)
         held_bytes = outgoing.tensor.untyped_storage().nbytes()
-        return is_like and held_bytes <= outgoing.layout.span_bytes + ALIGNMENT_BYTES
+        return is_like and held_bytes <= outgoing.layout.span_bytes + alignment_of(outgoing.layout.device)
 
     bundle = result.bundle
     sent, leaving, before = set[int](), set[int](), -1
