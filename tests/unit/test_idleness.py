@@ -100,3 +100,10 @@ def test_a_gpu_is_counted_among_the_visible_ones(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(idleness, "_has_gpu", lambda: True)
     assert Idleness.of(device, 1.0).what == f"GPU {gpu}"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", " ,1", "-1,0"])
+def test_a_worker_that_sees_no_gpu_looks_at_the_cpu(visible: str, smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Idleness.of("auto", 1.0).what == "GPU 0"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert Idleness.of("auto", 1.0).what == "CPU"

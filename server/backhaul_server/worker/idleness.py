@@ -152,6 +152,9 @@ def _session_of(pid: int) -> int:
 
 
 def _has_gpu() -> bool:
+    """Whether "auto" is a GPU for a worker of this process's environment."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0].strip() in {"", "-1"}:
+        return False  # CUDA sees none of the GPUs that nvidia-smi shows
     if shutil.which(_SMI) is None:
         return False
     with suppress(OSError, subprocess.SubprocessError):
