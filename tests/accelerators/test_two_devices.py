@@ -160,3 +160,19 @@ def test_a_recomputation_on_the_trainer_leaves_the_generator_of_a_gpu_that_has_n
         ours = after_a_step(partial(session.checkpoint, returns=returns), draws_on_the_gpu, "cpu")
         assert "device is cuda here and cpu there" in str(session.report())
     assert differing(ours, after_a_step(plainly, draws_on_the_gpu, "cpu")) == []
+
+
+@needs_two
+def test_a_prediction_takes_the_generator_of_its_tensors(gpu_worker: WorkerProcess) -> None:
+    x = torch.randn(4, WIDTH, device="cuda:1", requires_grad=True)
+    weight = torch.randn(WIDTH, device="cuda:1", requires_grad=True)
+
+    def drop(x: Tensor) -> Tensor:
+        return torch.dropout(x * weight, 0.5, True)
+
+    wasted = gpu_worker.telemetry().wasted_guesses
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        for _ in range(4):
+            session.checkpoint(drop, x, strict=True).sum().backward()
+            torch.rand(1, device="cuda:0")  # the current device, whose generator moves on alone
+    assert gpu_worker.telemetry().wasted_guesses == wasted

@@ -49,10 +49,29 @@ def host_trainer() -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+def reserve() -> None:
+    """What a worker takes of its device beside its account: cuBLAS's workspaces, rounding, CUDA's context."""
+    with guarded("the reserve of a worker"), worker(memory="2GiB" if IS_REAL else "1GiB") as process:
+        free_bytes = torch.cuda.mem_get_info()[0] if ON_GPU else 0
+        with connect(process) as session:
+            wrong = differing(train(session.checkpoint, PLAIN["mlp"]), train(plainly, PLAIN["mlp"]))
+            report, memory = session.report(), process.telemetry().memory
+            taken_bytes = free_bytes - torch.cuda.mem_get_info()[0] if ON_GPU else 0
+        note(
+            "the reserve of a worker",
+            not wrong and not report.fallbacks and memory.reserve_bytes < memory.budget_bytes // 2,
+            reserve_bytes=memory.reserve_bytes,
+            budget_bytes=memory.budget_bytes,
+            taken_bytes=taken_bytes,  # by this process, too
+            fallbacks=report.fallbacks,
+        )
+
+
 def run() -> None:
     """Each as far as the machine has the devices."""
     make_deterministic()
     embedded()
+    reserve()
     with guarded("a trainer on the host"):
         note("a trainer on the host", len(host_trainer()) == 2)  # a weight and a bias
     if not ON_GPU or torch.cuda.device_count() < LEAST_DEVICES:
