@@ -11,6 +11,10 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
+from backhaul._backward.lineage import as_it_was
+from backhaul_runtime.record.recording import RecordedSource, Recording
+from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.layout import layout_of
 from conftest import QUIET_S
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.lanes import counted
@@ -176,3 +180,14 @@ def test_a_prediction_takes_the_generator_of_its_tensors(gpu_worker: WorkerProce
             session.checkpoint(drop, x, strict=True).sum().backward()
             torch.rand(1, device="cuda:0")  # the current device, whose generator moves on alone
     assert gpu_worker.telemetry().wasted_guesses == wasted
+
+
+@needs_two
+def test_a_boundary_that_was_fetched_goes_to_the_device_of_its_segment() -> None:
+    value = torch.randn(4, WIDTH, device="cuda:1")
+    source = RecordedSource(layout_of(value), 0, address_of(value), None, True, True, False, True)
+    for there in (value, value.cpu(), value.to("cuda:0")):
+        found = as_it_was(there, source, Recording(sources=[source], accelerators={value.device: None}))
+        assert found is not None
+        assert torch.equal(found, value)  # raises an error for another device
+    assert as_it_was(value + 1, source, Recording(accelerators={value.device: None})) is None

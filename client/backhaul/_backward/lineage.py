@@ -245,7 +245,7 @@ class _Walk:
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
             recipe = lineage.recipes.get(input_ref.index)
-            held = _find(source, lineage.copies)
+            held = _find(source, lineage)
             if held is not None:
                 self._values[source.address] = held
                 continue
@@ -262,7 +262,7 @@ class _Walk:
     def _rebuild(self, input_ref: Input) -> Tensor:
         with torch.no_grad():
             value = self._evaluate(input_ref.lineage.recipes[input_ref.index])
-        rebuilt = _as_it_was(value, input_ref.source)
+        rebuilt = as_it_was(value, input_ref.source, input_ref.lineage.recording)
         if rebuilt is None:
             raise self._lineage.lost(
                 f"an input of shape {list(input_ref.source.layout.shape)} was computed again from earlier segments, "
@@ -285,22 +285,33 @@ class _Walk:
                 return function(*map(self._evaluate, operands))
 
 
-def _find(source: RecordedSource, copies: Copies) -> Tensor | None:
+def _find(source: RecordedSource, lineage: Lineage) -> Tensor | None:
     """Returns the value of a source from anywhere it is still kept (Rule 5); None if nowhere."""
-    held = copies.find(source.address)
-    if held is not None:
+    held = lineage.copies.find(source.address)
+    if held is None:
+        held = lineage.copies.fetch(source.address)
+    elif held.device == _device_of(source.layout, lineage.recording):
         return held
-    fetched = copies.fetch(source.address)
-    return None if fetched is None else _as_it_was(fetched, source)
+    return None if held is None else as_it_was(held, source, lineage.recording)
 
 
-def _as_it_was(value: Tensor, source: RecordedSource) -> Tensor | None:
-    """Returns a tensor in the layout of a source; None if its contents differ from the source's."""
-    layout = source.layout
+def _device_of(layout: Layout, recording: Recording) -> torch.device:
+    """Returns the device of a source. A segment that a worker may have had is on one CUDA device at most."""
+    return next(iter(recording.accelerators)) if layout.device == "cuda" else torch.device(layout.device)
+
+
+def as_it_was(value: Tensor, source: RecordedSource, recording: Recording) -> Tensor | None:
+    """Returns a tensor on the device and in the layout of a source; None if its contents differ from the source's.
+
+    Args:
+        value: A tensor on any device, in any layout.
+        source: The source that it may be the value of.
+        recording: The recording of the source's segment.
+    """
+    layout, device = source.layout, _device_of(source.layout, recording)
     if (value.dtype, tuple(value.shape)) != (layout.dtype, layout.shape):
         return None
-    if layout_of(value) != layout:
-        device = value.device if value.device.type == layout.device else layout.device
+    if layout_of(value) != layout or value.device != device:
         with torch.no_grad():
             value = allocate(layout, device).copy_(value)
     return value if tensor_address(layout, content_digest(value, layout)) == source.address else None
