@@ -180,7 +180,6 @@ dist-test: $(VENV)/.dev
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev
-	$(PIP) --quiet --editable '.[picture]'
 	$(BIN)/python benchmarks/draw_memory.py
 
 .venv-proto/.done:

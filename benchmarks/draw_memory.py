@@ -5,15 +5,15 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # Set before torch is imported, which reads it.
 
-import matplotlib.pyplot as plt
 import torch
 
 import backhaul
 from backhaul.demo.corpus import standard_library
 from backhaul.demo.memory import live_bytes
 from backhaul.demo.variants import Settings, Variant, variants
+from backhaul.simulate.chart import ChartLine, ChartPoint, LineChart, draw
 
-LAYERS = 12
+SETTINGS = Settings(layers=12, batch=4, micro_batches=1)
 POINTS = 240
 OUT = Path(__file__).parents[1] / "docs" / "memory.svg"
 COLORS = ("#8c8c8c", "#2f6fb0", "#e0a030", "#c2410c")
@@ -39,29 +39,28 @@ def curve(variant: Variant) -> list[float]:
 def main() -> None:
     """Runs a step of each variant and draws its activation memory."""
     torch.set_num_threads(1)
-    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "memory", "axes.spines.top": False}
-    plt.rcParams |= {"axes.spines.right": False, "font.family": "sans-serif"}
-    figure, (whole, near) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    lines, checkpointed = [], []
     with backhaul.connect() as session:
-        compared = variants(
-            Settings(layers=LAYERS), lambda _, returns: backhaul.connect(session.workers, returns=returns)
-        )
-        for variant, color in zip(compared, COLORS, strict=True):
+        compared = variants(SETTINGS, lambda _, returns: backhaul.connect(session.workers, returns=returns))
+        drawn = [variant for variant in compared if not variant.is_deferred]  # that one needs several micro-batches
+        for variant, color in zip(drawn, COLORS, strict=True):
             megabytes = curve(variant)
-            label = f"{variant.name}: {max(megabytes):.0f} MB at most"
-            whole.plot(megabytes, color=color, label=label, linewidth=1.4)
+            points = [ChartPoint(x, y, y, y) for x, y in enumerate(megabytes)]
+            line = ChartLine(f"{variant.name}: {max(megabytes):.0f} MB at most", color, points, has_marks=False)
+            lines.append(line)
             if variant.checkpoint is not None:
-                near.plot(megabytes, color=color, linewidth=1.4)
+                checkpointed.append(line)
+        for variant in compared:
             if variant.session is not None:
                 assert variant.session.report().fallbacks == 0, variant.session.report()
                 variant.session.close()
-    whole.set_title(f"activation memory of the trainer in one step, {LAYERS} blocks, MB", fontsize=10, loc="left")
-    near.set_title("the same, checkpointed only", fontsize=10, loc="left")
-    for axes in (whole, near):
-        axes.set(xlim=(0, POINTS - 1), ylim=(0, None), xticks=[])
-        axes.set_xlabel("forward  →  backward")
-    figure.legend(*whole.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(OUT, metadata={"Date": None, "Creator": None})
+    title = f"Activation memory of the trainer in one step, {SETTINGS.layers} blocks"
+    x_label = "forward  →  backward"
+    charts = [
+        LineChart(title, x_label, "activation memory of the trainer, MB", [], lines),
+        LineChart("The same, checkpointed only", x_label, "the same, checkpointed only, MB", [], checkpointed),
+    ]
+    OUT.write_text(draw(charts, width=480), encoding="utf-8")
 
 
 main()

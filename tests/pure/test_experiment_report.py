@@ -5,7 +5,6 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from backhaul_experiment.conduct.progress import show_seconds, time_left_s
 from backhaul_experiment.plan.axes import AXES
 from backhaul_experiment.plan.spec import CHARTS, parse
-from backhaul_experiment.report.chart import ChartLine, ChartPoint, LineChart, draw, nice_ticks
 from backhaul_experiment.report.charts import figures, loss_sentence, positions
 from backhaul_experiment.report.pages import write_report
 from backhaul_experiment.report.results import results
@@ -215,20 +213,6 @@ def test_a_log_with_fences_does_not_end_its_own(tmp_path: Path) -> None:
     assert "````\n```\n# not a heading\n````" in (tmp_path / "example.md").read_text()
 
 
-def test_points_that_are_no_numbers_are_left_out() -> None:
-    points = [ChartPoint(x, y, y, y) for x, y in ((0.0, float("nan")), (1.0, float("inf")), (2.0, 2.0))]
-    ticks = [(x, str(x)) for x in (0.0, 1.0, 2.0)]
-    drawn = draw(LineChart("title", "x", "y", ticks, [ChartLine("line", "#000", points)]))
-    assert "nan" not in drawn
-    assert "inf" not in drawn
-    assert drawn.count('r="4"') == 1
-
-
-def test_a_name_that_is_too_long_for_the_legend_is_drawn_narrower() -> None:
-    line = ChartLine("a name " * 20, "#000", [ChartPoint(0.0, 1.0, 1.0, 1.0)])
-    assert 'lengthAdjust="spacingAndGlyphs"' in draw(LineChart("title", "x", "y", [(0.0, "0")], [line]))
-
-
 def test_a_page_loads_nothing_and_is_closed(tmp_path: Path) -> None:
     visits = [visit_of(0, 0, 1.0, 1.4, 1.2), visit_of(1, 1, 1.0, 1.4, 1.2)]
     page, markdown = write_report(experiment_of(WORKERS), visits, tmp_path)
@@ -262,27 +246,6 @@ def test_a_killed_worker_is_marked_in_a_chart_of_steps(tmp_path: Path) -> None:
     _, markdown = write_report(experiment_of(table), [visit], tmp_path)
     assert "killed in the middle of step 1, which then takes 3.60 times" in markdown.read_text()
     assert "worker 0 is killed" in (tmp_path / "example-steps-cell-0.svg").read_text()
-
-
-@given(st.floats(1e-6, 1e12))
-def test_ticks_cover_the_values_and_are_few(high: float) -> None:
-    ticks = nice_ticks(high)
-    assert ticks[0] == 0
-    assert ticks[-1] >= high * (1 - 1e-6)
-    assert 2 <= len(ticks) <= 8
-
-
-@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e9)), min_size=1, max_size=12), st.text(max_size=40))
-def test_a_chart_is_xml_and_nothing_is_outside(points: list[tuple[float, float]], name: str) -> None:
-    name = re.sub(r"[^\x20-\x7e]", "?", name)
-    line = ChartLine(name, "#000", [ChartPoint(x, y, y, y * 1.5) for x, y in sorted(points)])
-    ticks = [(x, f"{x:g}") for x, _ in sorted(points)]
-    root = ElementTree.fromstring(draw(LineChart(name, name, "y", ticks, [line], [(points[0][0], "here")])))
-    _, _, width, height = map(float, root.attrib["viewBox"].split())
-    for element in root.iter():
-        for key, most in (("cx", width), ("cy", height), ("x", width), ("y", height)):
-            if key in element.attrib:
-                assert -1e-6 <= float(element.attrib[key]) <= most + 1e-6
 
 
 @pytest.mark.parametrize("name", list(AXES))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from backhaul.simulate.chart import COLORS, DARK, GREY, ChartLine, ChartPoint, LineChart
 from backhaul_bench.rounds import Spread
 from backhaul_experiment.plan.axes import AXES, Axis, Value
-from backhaul_experiment.report.chart import COLORS, DARK, GREY, ChartLine, ChartPoint, LineChart
 from backhaul_experiment.report.results import CellResult
 
 NONE, TORCH, BACKHAUL = "without checkpointing", "torch.utils.checkpoint", "Backhaul"

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from backhaul.simulate.chart import draw
 from backhaul_experiment.plan.axes import AXES
-from backhaul_experiment.report.chart import draw
 from backhaul_experiment.report.charts import ReportChart, figures
 from backhaul_experiment.report.results import USED, CellResult, results
 
@@ -49,7 +49,7 @@ def write_report(experiment: Mapping[str, Any], visits: Sequence[Mapping[str, An
     charts = figures(cells, settings["varied"], settings["events"], settings["charts"])
     folder.mkdir(parents=True, exist_ok=True)
     for figure in charts:
-        (folder / f"{name}-{figure.key}.svg").write_text(draw(figure.chart), encoding="utf-8")
+        (folder / f"{name}-{figure.key}.svg").write_text(draw([figure.chart]), encoding="utf-8")
     page, markdown = folder / f"{name}.html", folder / f"{name}.md"
     page.write_text(as_html(experiment, cells, charts, visits), encoding="utf-8")
     markdown.write_text(as_markdown(experiment, cells, charts, visits), encoding="utf-8")
@@ -75,7 +75,7 @@ def as_html(
     ]
     for figure in charts:
         parts.append(f"<h2>{escape(figure.heading)}</h2>")
-        parts.append(f"<figure>{draw(figure.chart)}<figcaption>{escape(figure.sentence)}</figcaption></figure>")
+        parts.append(f"<figure>{draw([figure.chart])}<figcaption>{escape(figure.sentence)}</figcaption></figure>")
     parts.append("<h2>All cells</h2>")
     parts += [f"<p>{escape(text)}</p>" for text in _notes(cells, settings)]
     parts.append('<div class="scroll"><table><thead><tr>')

@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from math import log10
 from typing import Any
 
-from backhaul.simulate.chart import ChartPanel, draw
+from backhaul.simulate.chart import COLORS, GREY, ChartLine, ChartPoint, LineChart, draw
 from backhaul.simulate.costs import Costs, KnownCosts, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul.simulate.deferred import BlockSetup, predict_block
 from backhaul.simulate.model import predict
 
 SEGMENTS = 8
 _MEGABYTES = 1e6
+_HIGHEST = 2.5
+"""Largest ratio of a chart: beyond it, a worker does not help anyway."""
 
 
 def setups(costs: Costs) -> dict[str, Setup]:
@@ -106,32 +109,38 @@ def as_table(table: Sequence[Mapping[str, Any]]) -> str:
 def as_svg(costs: KnownCosts) -> str:
     """Draws the step time, relative to training without checkpointing, over memory, network and worker speed."""
     usual = Setup(SEGMENTS)
-
-    def line(setups: Sequence[tuple[float, Setup]]) -> list[tuple[float, float]]:
-        return [
-            (x, predict(of_segment, setup).step_s / step_without_checkpointing_s(of_segment, SEGMENTS))
-            for x, setup in setups
-            for of_segment in [costs.of(setup)]
-        ]
-
     room = [
         (float(q), replace(usual, memory_bytes=costs.steps.budget_bytes(SEGMENTS, q))) for q in range(1, SEGMENTS + 1)
     ]
-    network = [(float(m), replace(usual, bytes_per_s=m * _MEGABYTES)) for m in (30, 50, 100, 200, 300, 500, 1000, 3000)]
-    speed = [(s / 4, replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
+    network = [(log10(m), replace(usual, bytes_per_s=m * _MEGABYTES)) for m in (30, 50, 100, 200, 300, 500, 1000, 3000)]
+    speed = [(log10(s / 4), replace(usual, worker_speed=s / 4)) for s in range(2, 17)]
     torch = step_of_torch_s(costs.steps, SEGMENTS) / step_without_checkpointing_s(costs.steps, SEGMENTS)
 
-    def panel(title: str, setups: Sequence[tuple[float, Setup]], ticks: Sequence[float], *, is_log: bool) -> ChartPanel:
-        lines = {
-            "predicted programs": line(setups),
-            "known after forward": line([(x, replace(setup, is_predicted=False)) for x, setup in setups]),
-            "torch's checkpoint": [(x, torch) for x, _ in setups],
-        }
-        return ChartPanel(title, lines, [(tick, f"{tick:g}") for tick in ticks], is_log)
+    def predicted(setups: Sequence[tuple[float, Setup]]) -> list[ChartPoint]:
+        points = []
+        for x, setup in setups:
+            of_segment = costs.of(setup)
+            over_none = predict(of_segment, setup).step_s / step_without_checkpointing_s(of_segment, SEGMENTS)
+            points.append(ChartPoint(x, over_none, over_none, over_none))
+        return points
 
-    panels = [
-        panel(f"room for recomputed segments, of {SEGMENTS}", room, [1, 2, 4, 6, 8], is_log=False),
-        panel("network, MB/s each way", network, [30, 100, 300, 1000, 3000], is_log=True),
-        panel("speed of the worker", speed, [0.5, 1, 2, 4], is_log=True),
+    def chart(x_label: str, setups: Sequence[tuple[float, Setup]], ticks: Sequence[tuple[float, str]]) -> LineChart:
+        known = [(x, replace(setup, is_predicted=False)) for x, setup in setups]
+        lines = [
+            ChartLine("predicted programs", COLORS[0], predicted(setups), has_marks=False),
+            ChartLine("known after forward", COLORS[1], predicted(known), has_marks=False),
+            ChartLine(
+                "torch's checkpoint", GREY, [ChartPoint(x, torch, torch, torch) for x, _ in setups], has_marks=False
+            ),
+        ]
+        title = f"Step time over {x_label}"
+        return LineChart(title, x_label, "step time (without checkpointing = 1)", ticks, lines, high=_HIGHEST)
+
+    charts = [
+        chart(
+            f"room for recomputed segments, of {SEGMENTS}", room, [(tick, f"{tick}") for tick in range(1, SEGMENTS + 1)]
+        ),
+        chart("network, MB/s each way", network, [(log10(tick), f"{tick}") for tick in (30, 100, 300, 1000, 3000)]),
+        chart("speed of the worker", speed, [(log10(tick), f"{tick:g}") for tick in (0.5, 1, 2, 4)]),
     ]
-    return draw(panels, 0.5, 2.5, [0.5, 1, 1.5, 2, 2.5])
+    return draw(charts, width=380)
