@@ -1,15 +1,17 @@
 """Parts of Backhaul by themselves, without a worker: settings, digests, copies between host and device."""
 
 import time
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from backhaul_runtime.program.codec import decode_state, encode_state
 from backhaul_runtime.tensors.digest import device_sums
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.tensors.staging import device_moments, host_pieces, to_device
+from backhaul_runtime.tensors.staging import device_moments, host_pieces, to_device, wait_for
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.generators import default_generator
 from gpu_check.results import DEVICE, IS_REAL, ON_GPU, clocked, guarded, note, sized, synchronize
@@ -107,10 +109,17 @@ def launches_of(data: torch.Tensor) -> int:
     return sum(event.device_type.name == "CUDA" for event in profiled.events())
 
 
+def read_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields a tensor's bytes in pieces on the host, each once it is complete."""
+    for piece, complete in host_pieces(tensor, layout_of(tensor), device_moments([tensor])):
+        wait_for(complete)
+        yield piece
+
+
 def staging() -> None:
     """Copies between host and device, as uploads and downloads make them."""
     source = torch.randint(0, 255, (sized(256 << 20, 4 << 20),), dtype=torch.uint8, device=DEVICE)
-    pieces = list(host_pieces(source, layout_of(source), device_moments([source])))
+    pieces = list(read_pieces(source))
     note(
         "what is read from the device is what is there",
         torch.equal(torch.cat([piece.clone() for piece in pieces]), source.cpu())
@@ -119,7 +128,7 @@ def staging() -> None:
     )
 
     def down() -> None:
-        for _ in host_pieces(source, layout_of(source), device_moments([source])):
+        for _ in read_pieces(source):
             pass
 
     note("copies to the host", None, GB_per_s=rate_of(down, source.nbytes))

@@ -11,6 +11,7 @@ import torch
 
 from backhaul_runtime.tensors import staging
 from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.tensors.staging import Side
 
 WAIT_S = 240.0
 
@@ -48,6 +49,9 @@ class FakeEvent:
         self.cuda.note(f"{stream.name} is marked")
         self.stream, self.happened = stream.name, stream.idle
 
+    def query(self) -> bool:
+        return self.happened.is_set()
+
     def synchronize(self) -> None:
         self.cuda.note(f"the host waits for {self.stream}")
         assert self.happened.wait(WAIT_S)
@@ -74,7 +78,7 @@ class FakeCuda:
         """One that has the host's tensors on it."""
         fake = cls()
         patch.setattr(staging, "_cuda", lambda device: fake)
-        patch.setattr(staging, "_side_stream", cache(fake.Stream))
+        patch.setattr(staging, "_side_stream", cache(fake.side))
         patch.setattr(staging, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(Layout, "is_on_accelerator", True)
         return fake
@@ -85,8 +89,8 @@ class FakeCuda:
     def Event(self, **_: Any) -> FakeEvent:  # noqa: N802  torch's name
         return FakeEvent(self)
 
-    def Stream(self, device: torch.device) -> FakeStream:  # noqa: N802  torch's name
-        return FakeStream(self, "side")
+    def side(self, device: torch.device, side: Side) -> FakeStream:
+        return FakeStream(self, side.name)
 
     def current_stream(self, device: torch.device) -> FakeStream:
         own = self.trainer if threading.current_thread() is self._trainer_thread else self.others

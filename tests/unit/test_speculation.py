@@ -1,7 +1,7 @@
 """Speculative work: a worker that continues with the backward of the segment before, before it is requested."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -266,18 +266,22 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
 def test_short_answers_share_a_message_and_none_is_taken_before_it_is_sent() -> None:
     made: list[int] = []
 
-    def answers() -> Iterator[bytes]:
+    async def answers() -> AsyncIterator[bytes]:
         for segment, size_bytes in ((5, 10), (4, 10), (3, SPLICED_BYTES), (2, 10), (1, SPLICED_BYTES)):
             made.append(segment)
             result = segment_pb2.BackwardResult(tensor_digests=[bytes(size_bytes)])
             yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
 
     received = []
-    for message in joined(answers()):
-        response = segment_pb2.AheadResponse.FromString(message)
-        received.append([response.segment, *(answer.segment for answer in response.more)])
-        assert made[-1] == received[-1][-1]
-        assert all(len(answer.result.tensor_digests) == 1 for answer in (response, *response.more))
+
+    async def receive() -> None:
+        async for message in joined(answers()):
+            response = segment_pb2.AheadResponse.FromString(message)
+            received.append([response.segment, *(answer.segment for answer in response.more)])
+            assert made[-1] == received[-1][-1]
+            assert all(len(answer.result.tensor_digests) == 1 for answer in (response, *response.more))
+
+    asyncio.run(receive())
     assert received == [[5, 4, 3], [2, 1]]
 
 

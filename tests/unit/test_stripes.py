@@ -133,7 +133,7 @@ class Received:
     def __init__(self) -> None:
         self.added: list[Any] = []
 
-    def add(self, carried: Any) -> None:
+    async def add(self, carried: Any) -> None:
         self.added.append(carried)
 
 
@@ -166,9 +166,9 @@ def test_a_lane_waits_only_for_an_upload_that_may_come(monkeypatch: pytest.Monke
             assert await waiting is upload
             with pytest.raises(TransferError):
                 await transfers.upload("other", 1)
-            upload.add(SimpleNamespace())  # type: ignore[arg-type]
+            await upload.add(SimpleNamespace())  # type: ignore[arg-type]
         with pytest.raises(TransferError, match="has ended"):
-            upload.add(SimpleNamespace())  # type: ignore[arg-type]
+            await upload.add(SimpleNamespace())  # type: ignore[arg-type]
         monkeypatch.setattr(transfers_module, "JOIN_S", 60.0)
         with pytest.raises(TransferError, match="has ended"):
             await transfers.upload("session", 1)

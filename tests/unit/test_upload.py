@@ -308,7 +308,7 @@ def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch:
     save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
     uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     uploader.save(save)
-    wait_until(lambda: "side waits for trainer" in cuda.log, "the thread that sends waits")
+    wait_until(lambda: "DIGESTS waits for trainer" in cuda.log, "the thread that sends waits")
     tensor.fill_(3)
     cuda.trainer.end()
     save.saved.result(10)

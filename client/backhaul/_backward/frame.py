@@ -7,6 +7,7 @@ lives as long as a backward could need its segment, and its death releases every
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -42,6 +43,7 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.replay.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
 from backhaul_runtime.torch_internals import ambient_state
@@ -141,6 +143,7 @@ class Frame:
     is_in_block: bool = False
     _first_backward: int | None = field(default=None, init=False)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
+    _digests: dict[int, tuple[int, Digest]] = field(default_factory=dict, init=False)  # of `_here`, with versions
     _incoming: SavedTensorStream | None = field(default=None, init=False)
     _wanted: set[int] = field(default_factory=set, init=False)
     _task: object = field(default=-1, init=False)
@@ -342,6 +345,7 @@ class Frame:
         self._here = {}
         if self.remote is not None:
             self._here = {i: here for i in wanted if (here := self._present(self.call.recording.saved[i])) is not None}
+            self._queue_digests()
         # Backward unpacks tensors in the reverse order of saving.
         missing = [index for index in reversed(wanted) if index not in self._here]
         if missing:
@@ -375,7 +379,7 @@ class Frame:
             tensor = self._here.pop(index)()
         except UnsupportedTensorError:  # the memory of a parameter was freed
             return None
-        return tensor if self._is_as_saved(self.call.recording.saved[index], tensor) else None
+        return tensor if self._is_as_saved(index, tensor) else None
 
     def _take(self, incoming: SavedTensorStream, index: int) -> Tensor:
         started = perf_counter()
@@ -411,6 +415,7 @@ class Frame:
         self._here = local_recompute.saved_here(
             self.call.name, self.program, self.call.recording, values, sorted(wanted), self.replay_options
         )
+        self._queue_digests()
         self.call.log.add(Decision.TRAINER, perf_counter() - started)
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
@@ -428,13 +433,40 @@ class Frame:
             return None
         return partial(view_at, source.kept_value, start, saved.layout)
 
-    def _is_as_saved(self, saved: SavedTensor, tensor: Tensor) -> bool:
+    def _queue_digests(self) -> None:
+        """Queues the digests of those tensors here that are on an accelerator and can have changed.
+
+        The first that is unpacked waits for the device, the others no more. What backward itself writes to them from
+        here on, without a new version, it would see without checkpointing too.
+        """
+        contents, self._digests = ContentDigests(), {}
+        for index, here in self._here.items():
+            saved = self.call.recording.saved[index]
+            if saved.layout.is_on_accelerator and self._can_have_changed(saved):
+                with suppress(UnsupportedTensorError, SavedTensorModifiedError):  # unpacking it raises them again
+                    layout = layout_of(tensor := here())
+                    digest = digest_of(saved_digest, layout, contents.take(tensor, layout))
+                    self._digests[index] = self._version(saved), digest
+
+    def _is_as_saved(self, index: int, tensor: Tensor) -> bool:
         """Whether a tensor still has the saved values. It may lie in memory that others write to.
 
         Version counters do not see writes through `.data`, so its digest is compared if it can have changed.
         """
+        saved = self.call.recording.saved[index]
+        version, digest = self._digests.pop(index, (-1, b""))
+        if not self._can_have_changed(saved):
+            return True
+        return read(digest) == saved.digest if version == self._version(saved) else _is_equal(saved, tensor)
+
+    def _can_have_changed(self, saved: SavedTensor) -> bool:
         is_private = saved.source < 0 or self.call.recording.sources[saved.source].is_copy
-        return (self.remote is None and is_private) or saved.is_undefined or _is_equal(saved, tensor)
+        return not saved.is_undefined and not (self.remote is None and is_private)
+
+    def _version(self, saved: SavedTensor) -> int:
+        """Returns the version of the memory of the source that a saved tensor lies in; 0 for one that has none."""
+        source = self.call.recording.sources[saved.source] if saved.source >= 0 else None
+        return 0 if source is None or source.kept_value is None else version_of(source.kept_value)
 
     def lost(self, error: BackhaulError) -> None:
         """Gives up the worker after one of the `RECOVERABLE` errors: the trainer recomputes the segment."""

@@ -30,6 +30,7 @@ from backhaul_runtime.process.resources import available_memory
 from backhaul_runtime.tensors.differences import BLOCK_BYTES, BlockDecoder, BlockEncoder, Bytes
 from backhaul_runtime.tensors.digest import address_of, tensor_address
 from backhaul_runtime.tensors.layout import Layout, host_bytes
+from backhaul_runtime.tensors.staging import wait_for
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, in_order, may_differ, width_in
 
 logger = logging.getLogger("backhaul")
@@ -176,7 +177,8 @@ class TensorDifference:
 def _blocks(outgoing: OutgoingTensor, copy: Tensor) -> Iterator[tuple[int, Bytes, Bytes]]:
     """Yields each block's offset, a snapshot of its present bytes, and the bytes of the copy, which may be written."""
     offset, target = 0, host_bytes(copy)
-    for _, data in in_order(outgoing):
+    for _, data, complete in in_order(outgoing):
+        wait_for(complete)
         for start in range(0, len(data), BLOCK_BYTES):
             # A snapshot, because the tensor may be written to between encoding the block and copying it.
             now = np.frombuffer(data[start : start + BLOCK_BYTES], np.uint8).copy()

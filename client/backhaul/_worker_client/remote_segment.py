@@ -27,7 +27,8 @@ from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import ReplayError, TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice
 from backhaul_runtime.program.codec import encode_state
-from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
+from backhaul_runtime.tensors.digest import address_of, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import View, view_of
@@ -203,14 +204,16 @@ class SavedSegment:
         checks_bytes: bool,
     ) -> RemoteAnswer:
         """See `RemoteSegment`."""
-        outgoing_tensors, addresses = list[OutgoingTensor](), dict[int, bytes]()
+        contents, named, own = ContentDigests(), dict[int, Digest](), list[tuple[int, Tensor, Layout]]()
         for position, gradient in gradients.items():
             if isinstance(gradient, StoredGradient):
-                addresses[position] = gradient.address
+                named[position] = gradient.address
                 continue
             layout = layout_of(gradient)
-            addresses[position] = tensor_address(layout, content_digest(gradient, layout))
-            outgoing_tensors.append(OutgoingTensor(gradient, layout, addresses[position]))
+            named[position] = digest_of(tensor_address, layout, contents.take(gradient, layout))
+            own.append((position, gradient, layout))
+        addresses = {position: read(address) for position, address in named.items()}  # a device is waited for once
+        outgoing_tensors = [OutgoingTensor(gradient, layout, addresses[position]) for position, gradient, layout in own]
         for position, prediction in self.expected.items():
             prediction.check(addresses.get(position))
         start = segment_pb2.Start(

@@ -20,7 +20,7 @@ from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.deferred_digest import read
 from backhaul_runtime.tensors.digest import address_of
-from backhaul_runtime.tensors.staging import on_side_stream
+from backhaul_runtime.tensors.staging import Side, queued_aside
 from backhaul_runtime.wire.layout_codec import encode_layout
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.splicing import encode_all
@@ -77,7 +77,7 @@ class SegmentSender:
                 arrived.
         """
         worker_session = save.worker_session
-        with on_side_stream(save.made):
+        with queued_aside(Side.DIGESTS, save.made):
             # Forward does not wait for digests of an accelerator, so they may be missing even here. The worker hashes
             # tensors of the CPU as they arrive.
             addresses = [
@@ -254,7 +254,7 @@ class SegmentSender:
         """
         worker_session, outgoing_tensors = save.worker_session, dict[bytes | int, OutgoingTensor]()
         self._compression.begin()
-        with on_side_stream(save.made):
+        with queued_aside(Side.TO_HOST, save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
                 if index in derived or address in outgoing_tensors or self._stored.knows(worker_session, address):
                     continue

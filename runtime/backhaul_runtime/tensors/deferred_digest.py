@@ -8,13 +8,12 @@ import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backhaul_runtime.tensors.digest import content_digest, device_sums
+from backhaul_runtime.tensors.digest import content_digest, device_sums, read_sums
 from backhaul_runtime.tensors.layout import Layout, layout_of, payload
-from backhaul_runtime.tensors.staging import DeviceMoment, device_moments, on_side_stream
+from backhaul_runtime.tensors.staging import DeviceMoment, Side, device_moments, queued_aside
 
 KNOWN_BYTES = 1 << 16
 """Looking up the digest of a smaller tensor takes as long as computing it."""
@@ -138,11 +137,11 @@ class _DeviceSums:
 
     def _read_all(self) -> None:
         waiting = dict(self._on_device)  # the call may add further ones meanwhile
-        with on_side_stream([mark for _, made in waiting.values() for mark in made]):
+        # Each reading waits for its device itself, so nothing is left to wait for afterwards.
+        with queued_aside(Side.DIGESTS, [mark for _, made in waiting.values() for mark in made]):
             for device in {sums.device for sums, _ in waiting.values()}:
                 here = {number: sums for number, (sums, _) in waiting.items() if sums.device == device}
-                rows = torch.stack(list(here.values())).cpu()
-                self._read |= {number: row.numpy().tobytes() for number, row in zip(here, rows, strict=True)}
+                self._read |= zip(here, read_sums(list(here.values())), strict=True)
         for number in waiting:
             del self._on_device[number]
 

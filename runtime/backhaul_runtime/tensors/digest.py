@@ -6,7 +6,7 @@ there: two weighted sums in int64 are computed instead, by one kernel (`sums_ker
 because it XORs the elements, so their order does not count.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import xxhash
@@ -31,7 +31,13 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
 
 def weighted_sums(data: Tensor) -> bytes:
     """Returns the `device_sums` of a uint8 tensor [n] as 16 bytes. Waits for an accelerator."""
-    return device_sums(data).cpu().numpy().tobytes()
+    (digest,) = read_sums([device_sums(data)])
+    return digest
+
+
+def read_sums(sums: Sequence[Tensor]) -> list[bytes]:
+    """Returns `device_sums` of tensors on one accelerator as 16 bytes each. Waits for the accelerator, once."""
+    return [row.numpy().tobytes() for row in torch.stack(list(sums)).cpu()] if sums else []
 
 
 def device_sums(data: Tensor) -> Tensor:

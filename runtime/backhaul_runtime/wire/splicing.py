@@ -8,7 +8,7 @@ received bytes. It leaves any other message to protobuf, which alone decides whe
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -17,6 +17,9 @@ from backhaul_runtime.errors import BackhaulError, LimitError, TransferError
 from backhaul_runtime.sealing import is_sealed, sealed
 from backhaul_runtime.wire.fields import has_more_fields
 from backhaul_runtime.wire.protocol import MAX_DECLARED
+
+if TYPE_CHECKING:
+    from backhaul_runtime.tensors.staging import DeviceMoment  # it imports torch, which a dashboard has not
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -52,11 +55,13 @@ class Batch:
         declarations: The declarations of tensors in this batch.
         chunks: The chunks of the tensors' elements.
         held: The owners of the chunks' memory, which the views themselves do not keep alive.
+        complete: The moments at which copies from a device into that memory end. Before them it must not be read.
     """
 
     declarations: list[tensor_pb2.TensorDeclaration] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
+    complete: "list[DeviceMoment]" = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ def encode(
     rest: bytes = b"",
     join: Callable[[Iterable[bytes | memoryview]], bytes] = sealed,
 ) -> bytes:
-    """Encodes a message whose field `number` is a batch. Copies the chunks' data.
+    """Encodes a message whose field `number` is a batch. Waits until the batch is `complete`, and copies its data.
 
     Args:
         batch: The tensor batch that the message carries.
@@ -88,6 +93,8 @@ def encode(
         rest: The other fields, encoded.
         join: Joins the parts of the message. `b"".join` for a message that will be a field of another, which is sealed.
     """
+    for moment in reversed(batch.complete):  # the last one of a stream comes last: the others need no further wait
+        moment.wait()
     parts: list[bytes | memoryview] = [
         field_of(_DECLARATION >> 3, declaration.SerializeToString()) for declaration in batch.declarations
     ]

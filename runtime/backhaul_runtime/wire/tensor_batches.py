@@ -36,7 +36,8 @@ class OutgoingTensor:
         layout: The layout of the tensor.
         address: The address under which the receiver stores it. Empty if the receiver computes the address, or knows
             the tensor by its position in the stream.
-        made: The moment on the device after which the tensor may be read; empty for a tensor on the host.
+        made: The moment on the device after which the tensor may be read, by default the present one; empty for a
+            tensor on the host.
         difference: How the tensor differs from one that the receiver holds; None to send all of its elements.
     """
 
@@ -47,7 +48,7 @@ class OutgoingTensor:
     difference: "EncodedDifference | None" = None
 
     def __post_init__(self) -> None:
-        if self.layout.is_on_accelerator:
+        if self.layout.is_on_accelerator and not self.made:
             object.__setattr__(self, "made", device_moments([self.tensor]))
 
     @classmethod
@@ -106,6 +107,8 @@ def payload_bytes(outgoing_tensors: Iterable[OutgoingTensor]) -> int:
 def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = lambda _: None) -> Iterator[Batch]:
     """Encodes tensors as messages of about CHUNK_BYTES each, in order. The messages share the memory of the tensors.
 
+    It waits for no device: the elements of an accelerator's tensors may be read once the batch is `complete`.
+
     Args:
         outgoing_tensors: The tensors to send. They must not change until the messages have been sent.
         write: Writes tensors to shared memory, see `SharedWriter`.
@@ -143,12 +146,13 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
                 batch, filled, placed, expanded = Batch(), 0, 0, 0
             continue
         offset = 0
-        for held, data in in_order(outgoing):
+        for held, data, complete in in_order(outgoing):
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
                 batch.chunks.append(Chunk(index, offset, piece))
-                batch.held.append(held)
+                batch.held += held
+                batch.complete += complete
                 left = left[len(piece) :]
                 offset += len(piece)
                 filled += len(piece)
@@ -159,10 +163,14 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
         yield batch
 
 
-def in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Tensor, memoryview]]:
-    """Yields the payload in order: views of host memory, each with the tensor that owns the memory."""
-    if outgoing.layout.device == "cpu" and outgoing.layout.payload_bytes == outgoing.layout.span_bytes:
-        yield outgoing.tensor, dense_bytes(outgoing.tensor, outgoing.layout)
+def in_order(outgoing: OutgoingTensor) -> Iterator[tuple[Sequence[Tensor], memoryview, Sequence[DeviceMoment]]]:
+    """Yields the payload in order, as views of host memory.
+
+    Each comes with the tensors that must be kept while it is used, and with the moments at which it is complete, before
+    which it must not be read: see `host_pieces`.
+    """
+    if not outgoing.made and outgoing.layout.payload_bytes == outgoing.layout.span_bytes:
+        yield [outgoing.tensor], dense_bytes(outgoing.tensor, outgoing.layout), []
         return
-    for piece in host_pieces(outgoing.tensor, outgoing.layout, outgoing.made):
-        yield piece, host_bytes(piece)
+    for piece, complete in host_pieces(outgoing.tensor, outgoing.layout, outgoing.made):
+        yield [piece, outgoing.tensor], host_bytes(piece), complete

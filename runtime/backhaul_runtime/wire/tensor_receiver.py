@@ -17,7 +17,7 @@ from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import LimitError, TransferError
 from backhaul_runtime.tensors.buffer_pool import BUFFERS
 from backhaul_runtime.tensors.differences import BLOCK_BYTES, BlockDecoder
-from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.digest import content_digest, device_sums, read_sums, tensor_address
 from backhaul_runtime.tensors.layout import (
     Layout,
     allocate,
@@ -59,16 +59,17 @@ class _StreamedTensor:
         device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
         # Hashes each chunk while it is in the CPU's cache. An accelerator's digest is another function.
         self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
-        self._is_staged = is_staged(device)
+        self.is_staged = is_staged(device)
+        self.has_device_digest = self.is_staged and self._content is None
         # Without gaps the chunks are copied to their final place. With gaps `finish` spreads the payload.
-        self.tensor = allocate(layout, device, None if self._is_staged else BUFFERS.take)
+        self.tensor = allocate(layout, device, None if self.is_staged else BUFFERS.take)
         dense = layout.payload_bytes == layout.span_bytes
         self.data = (
             payload(self.tensor, layout)
             if dense
             else torch.empty(layout.payload_bytes, dtype=torch.uint8, device=device)
         )
-        self.target = memoryview(b"") if self._is_staged else host_bytes(self.data)
+        self.target = memoryview(b"") if self.is_staged else host_bytes(self.data)
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         end = chunk.offset_bytes + len(chunk.data)
@@ -79,7 +80,7 @@ class _StreamedTensor:
             )
         if self._content is not None and chunk.offset_bytes == self._in_order_bytes:
             self._content.update(chunk.data)
-        if self._is_staged:
+        if self.is_staged:
             to_device(chunk.data, self.data[chunk.offset_bytes : end])
         elif chunk.data:
             target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
@@ -124,11 +125,9 @@ class _StreamedTensor:
             fill(self.tensor, self.data, self.layout)
         return with_bits(self.tensor, self.layout)
 
-    def stored(self) -> tuple[bytes, Tensor]:
-        """Returns the address and the tensor. Raises TransferError if the sender declared another address."""
-        tensor = self.finish()
-        content = self._content.digest() if self._content is not None else content_digest(tensor, self.layout)
-        return checked_address(self.layout, content, self.address), tensor
+    def host_digest(self) -> bytes:
+        """Returns the content digest of a tensor on the host."""
+        return self._content.digest() if self._content is not None else content_digest(self.finish(), self.layout)
 
     def forget(self) -> None:
         self.target = memoryview(b"")  # first: the view does not keep the memory alive
@@ -175,6 +174,7 @@ class _SharedTensor:
     """A host tensor whose elements lie in shared memory."""
 
     is_complete = True
+    has_device_digest = False
 
     def __init__(self, layout: Layout, address: bytes, read: Callable[[], Tensor], *, is_for_store: bool) -> None:
         self.layout = layout
@@ -192,9 +192,9 @@ class _SharedTensor:
             self._tensor = self._read()
         return self._tensor
 
-    def stored(self) -> tuple[bytes, Tensor]:
+    def host_digest(self) -> bytes:
         """As that of `_StreamedTensor`."""
-        return checked_address(self.layout, self._content, self.address), self.finish()
+        return self._content
 
     def forget(self) -> None:
         self._tensor = None
@@ -268,6 +268,11 @@ class TensorReceiver:
             LimitError: The message has more declarations or chunks than one message may have.
             TransferError: The message contradicts itself or earlier messages of the stream.
         """
+        self.declare(batch)
+        self.fill(batch)
+
+    def declare(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
+        """Adds the declarations of a message, before its chunks. Raises as `add` does."""
         if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
             raise too_many_parts()
         if self.is_striped and self._arrivals and batch.declarations:
@@ -281,6 +286,22 @@ class TensorReceiver:
             if self._admit is not None:
                 self._admit(layout)
             self._arrivals.append(self._arrival(declaration, layout, base))
+
+    def fill_waits(self, batch: "Batch | tensor_pb2.TensorBatch") -> bool:
+        """Whether `fill` waits for an accelerator: it then reads tensors there from which others differ."""
+        return (
+            self._device is not None
+            and is_staged(self._device)
+            and any(
+                chunk.tensor < len(self._arrivals)
+                and isinstance(arrival := self._arrivals[chunk.tensor], _DifferentTensor)
+                and arrival.is_staged
+                for chunk in batch.chunks
+            )
+        )
+
+    def fill(self, batch: "Batch | tensor_pb2.TensorBatch") -> None:
+        """Adds the chunks of a message whose declarations were added. Raises as `add` does."""
         expanded = 0
         for chunk in batch.chunks:
             if chunk.tensor >= len(self._arrivals):
@@ -319,6 +340,11 @@ class TensorReceiver:
         return [arrival.address for arrival in self._arrivals if arrival.address]
 
     @property
+    def stored_waits(self) -> bool:
+        """Whether `stored` waits for an accelerator, which computes digests."""
+        return any(arrival.has_device_digest for arrival in self._arrivals)
+
+    @property
     def are_complete(self) -> bool:
         """Whether all bytes of all tensors declared so far have arrived."""
         return all(arrival.is_complete for arrival in self._arrivals)
@@ -342,5 +368,19 @@ class TensorReceiver:
         return [arrival.finish() for arrival in self._arrivals]
 
     def stored(self) -> list[tuple[bytes, Tensor]]:
-        """Returns the address and tensor of each. Raises TransferError if contents and declared address differ."""
-        return [arrival.stored() for arrival in self._arrivals]
+        """Returns the address and tensor of each. Waits for an accelerator once.
+
+        Raises TransferError if contents and declared address differ.
+        """
+        finished = [(arrival, arrival.finish()) for arrival in self._arrivals]
+        sums = [
+            device_sums(payload(tensor.detach(), arrival.layout))
+            for arrival, tensor in finished
+            if arrival.has_device_digest
+        ]
+        on_device = iter(read_sums(sums))
+        contents = [next(on_device) if arrival.has_device_digest else arrival.host_digest() for arrival, _ in finished]
+        return [
+            (checked_address(arrival.layout, content, arrival.address), tensor)
+            for (arrival, tensor), content in zip(finished, contents, strict=True)
+        ]

@@ -20,6 +20,7 @@ from backhaul_runtime.process.addresses import socket_address
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.units import size_text
+from backhaul_runtime.tensors.digest import weighted_sums
 from backhaul_runtime.torch_internals.ambient_settings import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.allowed import import_allowed
@@ -110,7 +111,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         sizes = size_text(budget), size_text(memory)
         logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
     allowed = import_allowed(config.allow)
-    _warm_up()
+    _warm_up(device)
     keep_freed_memory(budget)
     _limit_memory(device, budget)
     files = raise_file_limit()
@@ -175,8 +176,12 @@ def _offer(config: WorkerConfig, server: grpc.aio.Server, worker: Worker, addres
         logger.info("Trainers on this machine are offered no Unix socket or shared memory: %s", error)
 
 
-def _warm_up() -> None:
-    """Runs a first backward, which imports 500 modules. A trainer must not be charged with their time and memory."""
+def _warm_up(device: torch.device) -> None:
+    """Runs a first backward, which imports 500 modules, and a first digest, for which a GPU compiles a kernel.
+
+    A trainer must not be charged with their time and memory.
+    """
+    weighted_sums(torch.zeros(4, dtype=torch.uint8, device=device))
     x = torch.ones((), requires_grad=True)
     torch.autograd.grad(x * x, x, torch.ones(()))
     gc.freeze()  # modules live as long as the process, and each full collection would take 86 ms to visit them

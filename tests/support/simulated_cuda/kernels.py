@@ -18,11 +18,11 @@ FOLDER = Path(__file__).parents[3] / "build/simulated_cuda"
 SHIM = """
 #include <cstring>
 struct Index { unsigned x, y, z; };
-static Index gridDim{1, 1, 1}, blockDim{1, 1, 1}, blockIdx{0, 0, 0}, threadIdx{0, 0, 0};
+static thread_local Index gridDim{1, 1, 1}, blockDim{1, 1, 1}, blockIdx{0, 0, 0}, threadIdx{0, 0, 0};
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 static inline void __syncthreads() {}

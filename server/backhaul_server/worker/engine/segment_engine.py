@@ -15,6 +15,7 @@ from torch import Tensor
 from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.staging import last_moment
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
@@ -201,7 +202,11 @@ class SegmentEngine:
         with self.collecting(session):
             self._store.attach(reader, session, list(tensors), list(tensors), 0)
             try:
-                yield [OutgoingTensor(tensor, layout_of(tensor), address) for address, tensor in tensors.items()]
+                # A stored tensor was complete before its address was known: no queued run needs to be waited for.
+                yield [
+                    OutgoingTensor(tensor, layout_of(tensor), address, last_moment(tensor.device))
+                    for address, tensor in tensors.items()
+                ]
             finally:
                 self._store.detach(reader)
 

@@ -129,7 +129,7 @@ class Store(Generic[T]):
         budget_bytes: Upper bound of the bytes of all tiers together.
         last_needed: Returns the key of the replay to evict first (Rule 3); None to evict the oldest.
         free_shared_bytes: Returns the bytes that are free in memory shared with trainers (Rule 5).
-        is_same: Returns whether two values of one address are equal, bit by bit.
+        is_same: Returns whether two values of one address are known to be equal, bit by bit.
         measure_reserve: Returns the bytes of the reserve, given those that are charged in all. Called while nothing
             runs.
     """
@@ -207,7 +207,21 @@ class Store(Generic[T]):
         """Refunds what `expect` charged."""
         self._count(owner.account, "arriving", -size_bytes)
 
-    def arrived(self, owner: Owner, address: bytes, value: T, size_bytes: int, *, is_shared: bool = False) -> None:
+    def of_others(self, owner: Owner, address: bytes) -> T | None:
+        """Returns the value at an address that only other owners possess, with which `arrived` compares another."""
+        entry = self._entries.get((owner.account, address))
+        return None if entry is None or owner in entry.owners else entry.value
+
+    def arrived(
+        self,
+        owner: Owner,
+        address: bytes,
+        value: T,
+        size_bytes: int,
+        *,
+        is_shared: bool = False,
+        known_equal: T | None = None,
+    ) -> None:
         """Stores a value that `expect` charged. It is cached until a segment names it.
 
         Args:
@@ -216,17 +230,21 @@ class Store(Generic[T]):
             value: The tensor or program; the store keeps a reference.
             size_bytes: The bytes that `expect` charged.
             is_shared: Whether the value lies in memory shared with the trainer.
+            known_equal: The value of `of_others`, if the caller knows that it is equal.
 
         Raises:
             TransferError: Another owner has sent a different value with the same address.
         """
         self.abandon(owner, size_bytes)
-        if self._collides(owner, address, value):
-            raise TransferError(f"another session has sent something else with the address {address.hex()}")
+        if self._collides(owner, address, value, known_equal):
+            raise collision(address)
         self._possess(owner, address, value, size_bytes, is_shared=is_shared, is_awaited=True)
 
     def cache(self, owner: Owner, address: bytes, value: T, size_bytes: int) -> None:
-        """Stores a value that the worker has computed. Does nothing if there is no room, or if the address collides."""
+        """Stores a value that the worker has computed.
+
+        Does nothing if there is no room, or if others possess a value that is not known to be equal at the address.
+        """
         if not self._collides(owner, address, value):
             self._possess(owner, address, value, size_bytes)
 
@@ -258,10 +276,10 @@ class Store(Generic[T]):
         entry.owners.add(owner)
         self._owners.setdefault(owner, _OwnerState()).possessions[address] = _Possession()
 
-    def _collides(self, owner: Owner, address: bytes, value: T) -> bool:
+    def _collides(self, owner: Owner, address: bytes, value: T, known_equal: T | None = None) -> bool:
         """Whether other owners possess a different value at the address (Rule 5 of NOTE [Possession])."""
-        entry = self._entries.get((owner.account, address))
-        return entry is not None and owner not in entry.owners and not self.is_same(entry.value, value)
+        present = self.of_others(owner, address)
+        return present is not None and present is not known_equal and not self.is_same(present, value)
 
     def disown(self, owner: Owner, addresses: Iterable[bytes]) -> None:
         """Ends an owner's possession. Tensors that its segments name stay until these are detached."""
@@ -625,6 +643,11 @@ class Store(Generic[T]):
             budget_bytes=self.budget_bytes,
             retry_after_s=retry_after_s,
         )
+
+
+def collision(address: bytes) -> TransferError:
+    """Returns the error for a value whose address names another one: Rule 5 of NOTE [Possession]."""
+    return TransferError(f"another session has sent something else with the address {address.hex()}")
 
 
 def _do_nothing() -> None:

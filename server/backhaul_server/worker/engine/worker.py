@@ -33,13 +33,14 @@ from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import RUN_LIMIT_S
 from backhaul_server.worker.engine.bounds import Bounds, RunMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
+from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
 from backhaul_server.worker.engine.runs import Derivation, SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
-from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue, is_same
+from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue, is_same_at_once
 from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS
 
 logger = logging.getLogger("backhaul.worker")
@@ -94,7 +95,7 @@ class Worker:
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
-        self.store: Store[StoredValue] = Store(budget_bytes, schedule.last_needed, is_same=is_same)
+        self.store: Store[StoredValue] = Store(budget_bytes, schedule.last_needed, is_same=is_same_at_once)
         if isinstance(run_memory, DeviceMemory):
             self.store.measure_reserve = run_memory.reserve_bytes
         self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
@@ -105,6 +106,7 @@ class Worker:
         self.spared_bytes = 0
         self.allowed = OfferedNames()
         self.streams = self.unnamed_streams = 0
+        self.device_waits = DeviceWaits(device)
         self.anyone = Account()
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
         self._known = KnownDigests()
@@ -120,6 +122,7 @@ class Worker:
             for segment in session.segments.values():
                 segment.bounds.set(DrainingError("this worker has ended"))
         await self.engine.executor.close()
+        await self.device_waits.close()
         for session_id in list(self.sessions):
             self.close_session(session_id)
 

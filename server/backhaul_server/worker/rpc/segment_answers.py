@@ -1,15 +1,19 @@
-"""Encodes what runs gave as the answers that trainers get."""
+"""Encodes what runs gave as the answers that trainers get.
 
-from collections.abc import Iterable, Iterator
+An answer is a message without tensors, which the first batch of tensors joins, and further messages with tensors.
+"""
+
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from time import time
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.program.codec import encode_state
 from backhaul_runtime.sealing import sealed
+from backhaul_runtime.tensors.staging import Side
 from backhaul_runtime.wire.bundle import encode_view
-from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode_all, field_of
-from backhaul_runtime.wire.tensor_batches import batches
+from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode, field_of
+from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.segment import Segment, SegmentRequest
 
@@ -27,8 +31,8 @@ class Outgoing:
     is_striped: bool = False
 
 
-def recompute_answer(segment: Segment, submitted: SegmentRequest, outgoing: Outgoing) -> Iterator[bytes]:
-    """Yields the messages of the answer to a request for saved tensors, which has run."""
+def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool) -> bytes:
+    """Encodes the answer to a request for saved tensors, which has run, without its tensors."""
     recomputed = submitted.answer.result()
     result = segment_pb2.RecomputeResult(
         saved_digests=recomputed.saved_digests,
@@ -36,34 +40,63 @@ def recompute_answer(segment: Segment, submitted: SegmentRequest, outgoing: Outg
         saved_sketches=_sketches(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
-    response = segment_pb2.RecomputeResponse(result=result, striped=outgoing.is_striped)
-    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
+    return segment_pb2.RecomputeResponse(result=result, striped=is_striped).SerializeToString()
 
 
-def backward_answer(segment: Segment, submitted: SegmentRequest, outgoing: Outgoing) -> Iterator[bytes]:
-    """Yields the messages of the answer to a request for a backward, which has run."""
+def backward_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool = False) -> bytes:
+    """Encodes the answer to a request for a backward, which has run, without its tensors."""
     result = _backward_result(segment, submitted.answer.result(), submitted.arrived_at_s)
-    response = segment_pb2.BackwardResponse(result=result, striped=outgoing.is_striped)
-    yield from encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response)
+    return segment_pb2.BackwardResponse(result=result, striped=is_striped).SerializeToString()
 
 
 def pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
-    """Encodes a pushed result. It is not sealed yet, because several of them share one message."""
-    response = segment_pb2.AheadResponse(
+    """Encodes a pushed result without its tensors."""
+    return segment_pb2.AheadResponse(
         segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
-    )
-    (part,) = encode_all(batches(result.bundle.tensors), response.TENSORS_FIELD_NUMBER, response, b"".join)
-    return part
+    ).SerializeToString()
 
 
-def joined(answers: Iterable[bytes]) -> Iterator[bytes]:
+async def message_of(
+    batch: Batch | None,
+    number: int,
+    answer: bytes,
+    waits: DeviceWaits,
+    join: Callable[[Iterable[bytes | memoryview]], bytes] = sealed,
+) -> bytes:
+    """Encodes a message of an answer once its tensors are on the host.
+
+    Args:
+        batch: The tensors of the message; None for none.
+        number: The number of the field of tensors.
+        answer: The answer without its tensors for the first message, else empty.
+        waits: Waits for copies from the device.
+        join: Joins the parts of the message, as for `encode`.
+    """
+    if batch is None:
+        return join([answer])
+    await waits.copied(Side.TO_HOST, batch.complete)
+    return encode(batch, number, answer, join)
+
+
+async def messages_of(
+    outgoing: Iterable[Batch], number: int, answer: bytes, waits: DeviceWaits
+) -> AsyncIterator[bytes]:
+    """Yields the messages of an answer, see `message_of`."""
+    for batch in outgoing:
+        yield await message_of(batch, number, answer, waits)
+        answer = b""
+    if answer:
+        yield await message_of(None, number, answer, waits)
+
+
+async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """Joins short answers into sealed messages, because sending a message takes longer than a short answer is worth.
 
     Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
     the stream may end before the result is sent.
     """
     number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
-    for answer in answers:
+    async for answer in answers:
         held.append(field_of(number, answer) if held else answer)
         if sum(map(len, held)) >= SPLICED_BYTES:
             yield sealed(held)

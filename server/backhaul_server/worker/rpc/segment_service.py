@@ -6,7 +6,7 @@ The servicer translates between protobuf and the engine. `Worker` decides about 
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from time import perf_counter
@@ -15,10 +15,11 @@ from typing import Any
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
 from backhaul_runtime.errors import BackhaulError, BudgetError, ProgramError, TransferError
 from backhaul_runtime.program.codec import decode_state
+from backhaul_runtime.tensors.staging import DeviceMoment
 from backhaul_runtime.wire.layout_codec import decode_layout
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import TensorMessage, accepted, encode_all
+from backhaul_runtime.wire.splicing import TensorMessage, accepted
 from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
@@ -34,6 +35,8 @@ from backhaul_server.worker.rpc.segment_answers import (
     Outgoing,
     backward_answer,
     joined,
+    message_of,
+    messages_of,
     pushed_answer,
     recompute_answer,
 )
@@ -61,13 +64,14 @@ class SegmentServicer(Servicer):
         super().__init__(worker, meter, audit)
         self._engine = engine
         self._transfers = transfers
+        self._waits = worker.device_waits
 
     @unary
     async def SaveSegment(  # noqa: N802  gRPC's name
         self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], context: Context
     ) -> segment_pb2.SaveSegmentResponse:
         """Saves a segment, or answers which tensors and whether the program are missing."""
-        return self._save(carried, self._store_tensors(carried))
+        return self._save(carried, await self._store_tensors(carried))
 
     @open_stream
     async def ShortSaves(  # noqa: N802  gRPC's name
@@ -79,7 +83,7 @@ class SegmentServicer(Servicer):
                 started, stored = perf_counter(), list[bytes]()
                 try:
                     carried = accepted(received)
-                    stored = self._store_tensors(carried)
+                    stored = await self._store_tensors(carried)
                     answer = self._save(carried, stored)
                 except BackhaulError as error:
                     self.failed(received, error, context)
@@ -117,15 +121,15 @@ class SegmentServicer(Servicer):
                         is_counted = True
                 yield received
 
-    def _store_tensors(
+    async def _store_tensors(
         self, carried: "TensorMessage[segment_pb2.SaveSegmentRequest] | TensorMessage[segment_pb2.BackwardRequest]"
     ) -> list[bytes]:
         """Stores all tensors of a request, or none if one is invalid. Returns their addresses."""
         with TensorUpload(self.worker) as upload:
             upload.set_session(self.session(carried.message.key.session))
-            upload.add(carried)
+            await upload.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
-            return upload.stored()
+            return await upload.stored()
 
     def _save(
         self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
@@ -179,7 +183,9 @@ class SegmentServicer(Servicer):
                 self._engine.sending(session, result.bundle.size_bytes),
                 self._outgoing(session, request, result.bundle.tensors) as outgoing,
             ):
-                for message in await self._encoded(result, lambda: recompute_answer(segment, submitted, outgoing)):
+                answer = partial(recompute_answer, segment, submitted, is_striped=outgoing.is_striped)
+                number = segment_pb2.RecomputeResponse.TENSORS_FIELD_NUMBER
+                async for message in messages_of(outgoing.batches, number, await _encoded(result, answer), self._waits):
                     yield message
 
     @stream
@@ -187,7 +193,8 @@ class SegmentServicer(Servicer):
         self, carried: TensorMessage[segment_pb2.BackwardRequest], context: Context
     ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
         """Streams progress, then digests and contributions."""
-        with self._backward(carried) as (segment, submitted):
+        await self._store_tensors(carried)
+        with self._backward(carried.message) as (segment, submitted):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
             result = submitted.answer.result()
@@ -195,7 +202,9 @@ class SegmentServicer(Servicer):
                 self._engine.sending(segment.session, result.bundle.size_bytes),
                 self._outgoing(segment.session, carried.message, result.bundle.tensors) as outgoing,
             ):
-                for message in await self._encoded(result, lambda: backward_answer(segment, submitted, outgoing)):
+                answer = partial(backward_answer, segment, submitted, is_striped=outgoing.is_striped)
+                number = segment_pb2.BackwardResponse.TENSORS_FIELD_NUMBER
+                async for message in messages_of(outgoing.batches, number, await _encoded(result, answer), self._waits):
                     yield message
 
     @open_stream
@@ -217,17 +226,23 @@ class SegmentServicer(Servicer):
                 self.meter.call("Backward", perf_counter() - started, failed=False)
 
     async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
-        with self._backward(carried) as (segment, submitted):
+        await self._store_tensors(carried)
+        with self._backward(carried.message) as (segment, submitted):
             await asyncio.wait([submitted.answer], timeout=PROGRESS_INTERVAL_S)
             most_bytes = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
             if not submitted.answer.done() or submitted.answer.result().bundle.size_bytes > most_bytes:
                 return None
             if submitted.answer.result().parts > MANY_PARTS:
                 return None
+            if not await self._is_computed(submitted.answer.result().bundle.tensors):
+                return None
             writer = self._shared_writer(segment.session, carried.message.answer)
-            outgoing = Outgoing(batches(submitted.answer.result().bundle.tensors, writer))
-            first, *more = itertools.islice(backward_answer(segment, submitted, outgoing), 2)
-            return None if more else first
+            outgoing = batches(submitted.answer.result().bundle.tensors, writer)
+            first, more = next(outgoing, None), next(outgoing, None)
+            if more is not None:
+                return None
+            number = segment_pb2.BackwardResponse.TENSORS_FIELD_NUMBER
+            return await message_of(first, number, backward_answer(segment, submitted), self._waits)
 
     @open_stream
     async def Ahead(  # noqa: N802  gRPC's name
@@ -241,8 +256,7 @@ class SegmentServicer(Servicer):
             queue = session.open_push_queue()
             try:
                 while (segment := await queue.get()) is not None:
-                    segments = itertools.chain((segment,), _waiting(queue))
-                    for message in joined(filter(None, map(self._pushed, segments))):
+                    async for message in joined(self._pushed(itertools.chain((segment,), _waiting(queue)))):
                         # Without memory to send it, the message is dropped: the trainer then calls Backward.
                         with suppress(BudgetError), self._engine.sending(session, len(message)):
                             yield message
@@ -250,25 +264,31 @@ class SegmentServicer(Servicer):
                 if session.push_queue is queue:
                     session.close_push_queue()
 
-    async def _encoded(self, result: RunResult, encode: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
-        """Returns the messages of an answer. A thread encodes the first of a long one, which would block the loop."""
-        messages = encode()
-        if result.parts <= MANY_PARTS:
-            return messages
-        first = await asyncio.to_thread(next, messages)
-        return itertools.chain((first,), messages)
+    async def _pushed(self, segments: Iterable[Segment]) -> AsyncIterator[bytes]:
+        """Yields the speculative backwards of segments, except those that are gone or too large to push.
 
-    def _pushed(self, segment: Segment) -> bytes | None:
-        """Encodes a segment's speculative backward. Returns None if it is gone, or too large to push."""
-        backward = self._engine.take_pushed(segment, CHUNK_BYTES, MANY_PARTS)
-        return None if backward is None else pushed_answer(segment, *backward)
+        They are not sealed yet, because several of them share one message.
+        """
+        for segment in segments:
+            backward = self._engine.take_pushed(segment, CHUNK_BYTES, MANY_PARTS)
+            if backward is not None:
+                inputs, result = backward
+                number, answer = segment_pb2.AheadResponse.TENSORS_FIELD_NUMBER, pushed_answer(segment, inputs, result)
+                try:  # while a thread waits, the store may drop the result: what is sent is charged, too
+                    with self._engine.sending(segment.session, result.bundle.size_bytes):
+                        await self._waits.computed(_made(result.bundle.tensors))
+                        batch = next(batches(result.bundle.tensors), None)
+                        part = await message_of(batch, number, answer, self._waits, b"".join)
+                except BudgetError:  # the trainer calls Backward
+                    continue
+                yield part
 
     @contextmanager
-    def _backward(
-        self, carried: TensorMessage[segment_pb2.BackwardRequest]
-    ) -> Iterator[tuple[Segment, SegmentRequest]]:
-        """Requests a backward, and keeps its result while the answer is sent. Yields the segment and the request."""
-        request = carried.message
+    def _backward(self, request: segment_pb2.BackwardRequest) -> Iterator[tuple[Segment, SegmentRequest]]:
+        """Requests a backward, and keeps its result while the answer is sent. Yields the segment and the request.
+
+        The gradients that came with the request are stored already.
+        """
         session = self.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
@@ -276,7 +296,6 @@ class SegmentServicer(Servicer):
             raise ProgramError(
                 f"a gradient is given for output {max(addresses, default=0)}, past the last of {segment.name}"
             )
-        self._store_tensors(carried)
         inputs = BackwardInputs(
             tuple(sorted(addresses.items())),
             decode_state(request.start.ambient_state),
@@ -324,6 +343,9 @@ class SegmentServicer(Servicer):
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             sums = answer.result()
+            while not await self._is_computed(sums.values()):
+                self.session(session.id)
+                yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
             result = segment_pb2.CollectGradientsResult(slots=sums)
             tensors = list(sums.values())
             with (
@@ -331,7 +353,8 @@ class SegmentServicer(Servicer):
                 self._outgoing(session, request, tensors) as outgoing,
             ):
                 response = segment_pb2.CollectGradientsResponse(result=result, striped=outgoing.is_striped)
-                for message in encode_all(outgoing.batches, response.TENSORS_FIELD_NUMBER, response):
+                encoded, number = response.SerializeToString(), response.TENSORS_FIELD_NUMBER
+                async for message in messages_of(outgoing.batches, number, encoded, self._waits):
                     yield message
 
     @stream
@@ -344,7 +367,8 @@ class SegmentServicer(Servicer):
         with self._engine.reading(session, request.addresses) as outgoing_tensors:
             placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
             with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
-                for message in encode_all(placed, response.TENSORS_FIELD_NUMBER, response):
+                answer = response.SerializeToString()
+                async for message in messages_of(placed, response.TENSORS_FIELD_NUMBER, answer, self._waits):
                     yield message
 
     def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
@@ -391,6 +415,27 @@ class SegmentServicer(Servicer):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+        while not await self._is_computed(answer.result().bundle.tensors):
+            self.session(segment.session.id)
+            yield segment_pb2.Progress(running=True)
+
+    async def _is_computed(self, outgoing_tensors: Iterable[OutgoingTensor]) -> bool:
+        """Returns whether the device has computed these tensors. Waits up to `PROGRESS_INTERVAL_S` for that."""
+        moments = _made(outgoing_tensors)
+        if all(moment.has_come for moment in moments):
+            return True
+        computing = asyncio.ensure_future(self._waits.computed(moments))
+        await asyncio.wait([computing], timeout=PROGRESS_INTERVAL_S)
+        return computing.done() and computing.result() is None  # raises what has gone wrong on the device
+
+
+async def _encoded(result: RunResult, answer: Callable[[], bytes]) -> bytes:
+    """Returns the encoded answer for a result. A thread encodes a long one, which would block the loop."""
+    return await asyncio.to_thread(answer) if result.parts > MANY_PARTS else answer()
+
+
+def _made(outgoing_tensors: Iterable[OutgoingTensor]) -> list[DeviceMoment]:
+    return [moment for outgoing in outgoing_tensors for moment in outgoing.made]
 
 
 def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:

@@ -34,12 +34,14 @@ class JoinableUpload:
         self._has_ended = False
         self._error: BackhaulError | None = None
 
-    def add(self, carried: TensorMessage[Any]) -> None:
+    async def add(self, carried: TensorMessage[Any]) -> None:
         """Adds the pieces of a message. Raises TransferError after the end, and raises as `TensorUpload.add` does."""
         if self._has_ended:
             raise TransferError("a lane has pieces of an upload that has ended")
-        self._upload.add(carried)
-        self._changed.set()
+        try:
+            await self._upload.add(carried)
+        finally:
+            self._changed.set()
 
     def fail(self, error: BackhaulError) -> None:
         """Ends the wait of `completed` with an error."""
@@ -51,7 +53,7 @@ class JoinableUpload:
         self._has_ended = True
 
     async def completed(self, silence_s: float) -> None:
-        """Waits until all bytes of all tensors have come.
+        """Waits until all bytes of all tensors have come, and refuses further pieces from then on.
 
         Raises:
             TransferError: No message has come for `silence_s` seconds, or one of the messages was wrong.
@@ -66,6 +68,7 @@ class JoinableUpload:
                 raise TransferError(f"pieces of a striped upload were missing for {silence_s:g} s") from None
         if self._error is not None:
             raise self._error
+        self.end()
 
 
 class StripedTransfers:

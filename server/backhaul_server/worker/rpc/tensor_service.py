@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, BudgetError, LimitError, TransferError
+from backhaul_runtime.tensors.staging import Side
 from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage, accepted, encode
 from backhaul_server.worker.audit import AuditLog
@@ -43,7 +44,7 @@ class TensorServicer(Servicer):
                 # Declared tensors hold memory, so a silent client must not keep the stream open.
                 async with asyncio.timeout(silence_s) as deadline:
                     async for received in request:
-                        deadline.reschedule(now() + silence_s)
+                        deadline.reschedule(None)  # the client is not silent while this worker is busy
                         carried = accepted(received)
                         number = 0
                         if not session_id:
@@ -52,15 +53,16 @@ class TensorServicer(Servicer):
                             if number:
                                 upload.expect_stripes()
                         upload.set_session(self.session(session_id))
-                        upload.add(carried)
+                        await upload.add(carried)
                         if number:
                             striped = opened.enter_context(self._transfers.uploading(session_id, number, upload))
                         self.meter.received(shared_bytes(carried.tensors))
+                        deadline.reschedule(now() + silence_s)
             except TimeoutError:
                 raise TransferError(f"an upload was silent for {silence_s:g} s") from None
             if striped is not None:
                 await striped.completed(silence_s)
-            return tensor_pb2.PutTensorsResponse(addresses=upload.stored())
+            return tensor_pb2.PutTensorsResponse(addresses=await upload.stored())
 
     @unary
     async def PutStripes(  # noqa: N802  gRPC's name
@@ -81,7 +83,9 @@ class TensorServicer(Servicer):
                             striped = await self._transfers.upload(session.id, named.stripes)
                         try:
                             self.session(session.id)
-                            striped.add(accepted(received))
+                            deadline.reschedule(None)  # the client is not silent while this worker is busy
+                            await striped.add(accepted(received))
+                            deadline.reschedule(now() + silence_s)
                         except BackhaulError as error:
                             striped.fail(error)
                             raise
@@ -102,4 +106,5 @@ class TensorServicer(Servicer):
             except (BudgetError, LimitError):
                 return  # without room for this lane, the other connections send all pieces
             for batch in self._transfers.answer(session.id, request.stripes):
+                await self.worker.device_waits.copied(Side.TO_HOST, batch.complete)
                 yield encode(batch, tensor_pb2.GetStripesResponse.TENSORS_FIELD_NUMBER)

@@ -1,7 +1,8 @@
 """Receives tensors of a request and stores them."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -9,12 +10,16 @@ from torch import Tensor
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.tensors.layout import Layout
-from backhaul_runtime.tensors.staging import last_moment, on_side_stream, use_here
+from backhaul_runtime.tensors.staging import DeviceMoment, Side, present_moment, use_here
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from backhaul_server.worker.engine.segment import SessionState, SharedMemory
+from backhaul_server.worker.engine.stored_values import StoredValue, check_all_same
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import UPLOADED
+
+MOST_COPYING = 16
+"""Messages of an upload whose copies to the device may be in progress. Their bytes are in pinned memory meanwhile."""
 
 
 class TensorUpload:
@@ -31,7 +36,7 @@ class TensorUpload:
         self._are_shared: list[bool] = []
         self._releases: list[Callable[[], None]] = []
         self._bases: list[object] = []
-        self._upload_stream = last_moment(worker.device)
+        self._copying: deque[Sequence[DeviceMoment]] = deque()
         self._receiver = TensorReceiver(self._admit, worker.device, self._locate, self._base, is_for_store=True)
         self._memory: SharedMemory | None = None
 
@@ -71,12 +76,28 @@ class TensorUpload:
         self._are_shared[-1] = True
         return lambda: tensor
 
-    def add(self, carried: TensorMessage[Any]) -> None:
-        """Receives the tensors of a message. Raises BudgetError, LimitError or TransferError."""
-        with on_side_stream(self._upload_stream):
-            self._receiver.add_carried(carried)
+    async def add(self, carried: TensorMessage[Any]) -> None:
+        """Receives the tensors of a message. Copies to the device are queued, so they may end later.
 
-    def stored(self) -> list[bytes]:
+        Raises BudgetError, LimitError or TransferError.
+        """
+        batch, receiver, waits = carried.tensors, self._receiver, self._worker.device_waits
+        if batch is None:
+            return
+        with waits.queued(Side.TO_DEVICE):
+            receiver.declare(batch)
+            has_to_wait = receiver.fill_waits(batch)
+            if not has_to_wait:
+                receiver.fill(batch)
+            copied = present_moment(self._worker.device)
+        if has_to_wait:
+            await waits.run(Side.TO_DEVICE, partial(receiver.fill, batch))
+        elif copied:
+            self._copying.append(copied)
+            if len(self._copying) > MOST_COPYING:  # the device takes them more slowly than they come
+                await waits.copied(Side.TO_DEVICE, self._copying.popleft())
+
+    async def stored(self) -> list[bytes]:
         """Stores all received tensors, for the session that sent them.
 
         Returns:
@@ -84,20 +105,47 @@ class TensorUpload:
 
         Raises:
             SessionUnknownError: The session has ended meanwhile.
-            TransferError: A tensor is incomplete, or differs from its declaration.
+            TransferError: A tensor is incomplete, or differs from its declaration or from an equally named one.
         """
-        session = self._session
+        session, receiver, waits = self._session, self._receiver, self._worker.device_waits
+        has_to_wait = receiver.stored_waits
+        received_tensors = await waits.run(Side.TO_DEVICE, receiver.stored) if has_to_wait else receiver.stored()
+        known_equal = await self._compared(dict(received_tensors)) if has_to_wait else {}
         if self._charged and session is not None:
             self._worker.session(session.id)
-        with on_side_stream(self._upload_stream):  # on the default stream the copies would wait for the executor's ops
-            received_tensors = self._receiver.stored()
         for (address, tensor), is_shared in zip(received_tensors, self._are_shared, strict=True):
             use_here(tensor)
             assert session is not None
-            self._worker.store.arrived(session, address, tensor, self._charged.popleft(), is_shared=is_shared)
+            self._worker.store.arrived(
+                session,
+                address,
+                tensor,
+                self._charged.popleft(),
+                is_shared=is_shared,
+                known_equal=known_equal.get(address),
+            )
         self._releases.clear()
         self._worker.spared_bytes += max(0, self._receiver.spared_bytes)
         return [address for address, _ in received_tensors]
+
+    async def _compared(self, received: Mapping[bytes, Tensor]) -> dict[bytes, StoredValue]:
+        """Compares tensors with those that other sessions have stored under the same addresses.
+
+        Returns the stored ones, all of which are equal. Raises TransferError if one differs.
+        """
+        equal: dict[bytes, StoredValue] = {}
+        while uncompared := self._of_others(received, equal):  # others may store more of them while a thread compares
+            pairs = [(address, received[address], other) for address, other in uncompared.items()]
+            await self._worker.device_waits.run(Side.TO_DEVICE, partial(check_all_same, pairs))
+            equal |= uncompared
+        return equal
+
+    def _of_others(
+        self, received: Mapping[bytes, Tensor], compared: Mapping[bytes, StoredValue]
+    ) -> dict[bytes, StoredValue]:
+        assert self._session is not None
+        others = {address: self._worker.store.of_others(self._session, address) for address in received}
+        return {a: other for a, other in others.items() if other is not None and other is not compared.get(a)}
 
     def __enter__(self) -> Self:
         return self
