@@ -127,44 +127,33 @@ class CallSite:
 
         Returns:
             The encoded program, and a function that returns the addresses of captured tensors whose contents have
-            changed
-                since the last call. That function may wait for an accelerator.
+            changed since the last call. That function may wait for an accelerator.
         """
         with self._lock:
-            return self._learn(program, recording, tensors, arguments, fn)
-
-    def _learn(
-        self,
-        program: Program,
-        recording: Recording,
-        tensors: Sequence[Tensor],
-        arguments: Sequence[Tensor],
-        fn: Callable[..., Any],
-    ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
-        positions = {id(tensor): index for index, tensor in enumerate(arguments)}
-        before = last = self.last
-        numbers = numbers_in(program)
-        if last is None or last.program != program or last.numbers != numbers:
-            encoded = encode_program(program)
-            last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
-        sources = [
-            _Source(
-                argument := positions.get(id(tensor), -1),
-                self._place(fn, tensor, index) if argument < 0 else None,
-                version_of(tensor),
-                source.layout,
-                source.named,
-                source.is_copy,
-                source.is_transient,
-            )
-            for index, (tensor, source) in enumerate(zip(tensors, recording.sources, strict=True))
-        ]
-        # A site where every call differs is not worth the work.
-        is_steady = before is last and all(map(_Source.is_same, sources, self._sources))
-        superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
-        # No call between these: Ctrl-C leaves all of them as they were, or none.
-        self.last, self._sources, self._is_steady = last, sources, before is None or is_steady
-        return last, superseded
+            positions = {id(tensor): index for index, tensor in enumerate(arguments)}
+            before = last = self.last
+            numbers = numbers_in(program)
+            if last is None or last.program != program or last.numbers != numbers:
+                encoded = encode_program(program)
+                last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
+            sources = [
+                _Source(
+                    argument := positions.get(id(tensor), -1),
+                    self._place(fn, tensor, index) if argument < 0 else None,
+                    version_of(tensor),
+                    source.layout,
+                    source.named,
+                    source.is_copy,
+                    source.is_transient,
+                )
+                for index, (tensor, source) in enumerate(zip(tensors, recording.sources, strict=True))
+            ]
+            # A site where every call differs is not worth the work.
+            is_steady = before is last and all(map(_Source.is_same, sources, self._sources))
+            superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
+            # No call between these: Ctrl-C leaves all of them as they were, or none.
+            self.last, self._sources, self._is_steady = last, sources, before is None or is_steady
+            return last, superseded
 
     def _place(self, fn: Callable[..., Any], tensor: Tensor, index: int) -> Place | None:
         """Returns the place of a captured tensor, which usually is that of the last call."""
@@ -189,41 +178,38 @@ class CallSite:
             fn: The function that is called.
         """
         with self._lock:
-            return self._predict(arguments, hold, fn)
-
-    def _predict(self, arguments: Sequence[Tensor], hold: Hold, fn: Callable[..., Any]) -> "Predicted | None":
-        if self.last is None or not self._is_steady:
-            return None
-        program, sources = self.last.program, []
-        for source, wanted in zip(self._sources, program.sources, strict=True):
-            tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
-            if source.place is not None:
-                tensor = at(fn, source.place)
-            if tensor is None or may_be_freed(tensor):
+            if self.last is None or not self._is_steady:
                 return None
-            try:
-                now = layout_of(tensor)
-            except UnsupportedTensorError:
-                return None
-            if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
-                return None
-            if tensor.is_leaf != wanted.is_leaf:
-                return None
-            value: Tensor = tensor
-            address: Digest = b""
-            if source.is_copy and now.is_on_accelerator:
-                value = hold(tensor, now, None)
-            elif source.is_copy:
-                address = tensor_address(now, content_digest(tensor, now))
-                value = hold(tensor, now, address)
-            elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
-                address = source.address
-            sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
-        draws = sum(node.draws for node in program.nodes)
-        device = device_of(source.value for source in sources if source.value is not None)
-        # Only the first state is known, and the generator continues from there.
-        states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
-        return self.last, sources, states
+            program, sources = self.last.program, []
+            for source, wanted in zip(self._sources, program.sources, strict=True):
+                tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
+                if source.place is not None:
+                    tensor = at(fn, source.place)
+                if tensor is None or may_be_freed(tensor):
+                    return None
+                try:
+                    now = layout_of(tensor)
+                except UnsupportedTensorError:
+                    return None
+                if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
+                    return None
+                if tensor.is_leaf != wanted.is_leaf:
+                    return None
+                value: Tensor = tensor
+                address: Digest = b""
+                if source.is_copy and now.is_on_accelerator:
+                    value = hold(tensor, now, None)
+                elif source.is_copy:
+                    address = tensor_address(now, content_digest(tensor, now))
+                    value = hold(tensor, now, address)
+                elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
+                    address = source.address
+                sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
+            draws = sum(node.draws for node in program.nodes)
+            device = device_of(source.value for source in sources if source.value is not None)
+            # Only the first state is known, and the generator continues from there.
+            states = [default_generator(device).get_state().numpy().tobytes(), *[b""] * (draws - 1)] if draws else []
+            return self.last, sources, states
 
 
 @dataclass
