@@ -3,18 +3,20 @@
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from backhaul_proto.v1 import tensor_pb2
-from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import DeviceMoment, Side, present_moment, queued_aside
-from backhaul_runtime.wire.splicing import TensorMessage
-from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor
+from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.worker import Worker
-from backhaul_server.worker.rpc.uploads import TensorUpload
+from backhaul_server.worker.rpc import segment_service
+from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.segment_service import SegmentServicer
+from backhaul_server.worker.rpc.stripes import StripedTransfers
 from support.streams import FakeCuda, FakeStream
 
 CPU = torch.device("cpu")
@@ -101,38 +103,25 @@ def test_an_error_in_the_thread_is_that_of_the_wait() -> None:
     run(test)
 
 
-def test_a_cancelled_upload_stays_charged_while_a_thread_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeCuda.installed(monkeypatch)
-    may_end, has_begun = threading.Event(), threading.Event()
-
-    def read_slowly() -> list[tuple[bytes, torch.Tensor]]:
-        has_begun.set()
-        may_end.wait()
-        return []
-
-    async def upload(worker: Worker) -> None:
-        with TensorUpload(worker) as upload:
-            upload.set_session(worker.open_session("trainer", "run", "version", worker.anyone))
-            (batch,) = batches([OutgoingTensor(x, layout_of(x))])
-            await upload.add(TensorMessage(tensor_pb2.PutTensorsRequest(), batch, 0))
-            receiver = upload._receiver
-            monkeypatch.setattr(type(receiver), "stored_waits", True)
-            monkeypatch.setattr(receiver, "stored", read_slowly)
-            await upload.stored()
+def test_a_trainer_gets_progress_until_the_device_has_computed_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_service, "PROGRESS_INTERVAL_S", 0.01)
+    cuda = FakeCuda.installed(monkeypatch)
 
     async def steps() -> None:
         worker = Worker(CPU, 1 << 20, 10.0)
-        uploading = asyncio.ensure_future(upload(worker))
-        while not has_begun.is_set() and not uploading.done():
-            await asyncio.sleep(0)
-        uploading.cancel()
-        await asyncio.sleep(0)
-        assert worker.store.usage().cached >= x.nbytes
-        may_end.set()
-        with pytest.raises(asyncio.CancelledError):
-            await uploading
-        assert worker.store.usage().cached == 0
+        servicer = SegmentServicer(worker, worker.engine, RpcMeter(), AuditLog(None), StripedTransfers())
+        session = worker.open_session("trainer", "run", "version", worker.anyone)
+        cuda.trainer.begin()  # what the executor has queued
+        (tensor,) = result = [OutgoingTensor.of(torch.ones(1))]
+        assert not tensor.made[0].has_come
+        answer = asyncio.get_running_loop().create_future()
+        answer.set_result(SimpleNamespace(bundle=SimpleNamespace(tensors=result)))
+        progress = []
+        async for message in servicer._wait(SimpleNamespace(session=session), answer):  # type: ignore[arg-type]
+            progress.append(message.running)
+            cuda.trainer.end()
+        assert progress
+        assert all(progress)
         await worker.close()
 
-    x = torch.ones(1000)
     asyncio.run(steps())
