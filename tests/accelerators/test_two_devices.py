@@ -187,7 +187,7 @@ def test_a_boundary_that_was_fetched_goes_to_the_device_of_its_segment() -> None
     value = torch.randn(4, WIDTH, device="cuda:1")
     source = RecordedSource(layout_of(value), 0, address_of(value), None, True, True, False, True)
     for there in (value, value.cpu(), value.to("cuda:0")):
-        found = as_it_was(there, source, Recording(sources=[source], accelerators={value.device: None}))
-        assert found is not None
-        assert torch.equal(found, value)  # raises an error for another device
+        rebuilt = as_it_was(there, source, Recording(sources=[source], accelerators={value.device: None}))
+        assert rebuilt is not None
+        assert torch.equal(rebuilt, value)  # raises an error for another device
     assert as_it_was(value + 1, source, Recording(accelerators={value.device: None})) is None

@@ -69,7 +69,7 @@ def _with_checkpointing(model: Any) -> list[tuple[Any, Callable[..., Any]]]:
     enable = _first(model, _ENABLE)
     if enable is not None:
         return [(model, enable)]
-    return [found for child in model.children() for found in _with_checkpointing(child)]
+    return [inner for child in model.children() for inner in _with_checkpointing(child)]
 
 
 def _is_checkpointing(model: Any) -> bool:
