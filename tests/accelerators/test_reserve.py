@@ -123,6 +123,20 @@ def test_blocks_kept_for_several_streams_are_given_back_before_a_run_beyond_the_
     assert torch.cuda.memory_reserved(DEVICE) <= held
 
 
+def test_a_device_that_is_broken_fails_in_the_run_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    memory = DeviceMemory(DEVICE, 0)
+    block = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)  # beyond the budget
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "mem_get_info", broken)
+        patch.setattr(torch.cuda, "empty_cache", broken)
+        assert memory.reserve_bytes(0) == 0
+        assert memory.begin(0) == 0
+    assert memory.reserve_bytes(0) >= block.nbytes
+
+
 @pytest.mark.slow
 def test_the_reserve_is_in_the_status(simulation: Any) -> None:
     more = DEVICE_BYTES // 4  # than the device has

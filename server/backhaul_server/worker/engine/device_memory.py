@@ -16,7 +16,7 @@ NOTE [Reserve]
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -32,6 +32,7 @@ class DeviceMemory:
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
         self._budget_bytes = budget_bytes
+        self._reserve_bytes = 0  # as it was measured last
 
     def reserve_bytes(self, charged_bytes: int) -> int:
         """Returns the bytes that the store must not give away (Rules 1 and 2). Waits for no work of the device.
@@ -39,16 +40,19 @@ class DeviceMemory:
         Args:
             charged_bytes: What the store has charged in all, while no run is in progress.
         """
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        allocated_bytes = torch.cuda.memory_allocated(self._device)
-        available_bytes = free_bytes + torch.cuda.memory_reserved(self._device) - allocated_bytes
-        left_bytes = self._budget_bytes - charged_bytes
-        return max(0, allocated_bytes - charged_bytes, left_bytes - available_bytes)
+        with suppress(RuntimeError):  # of a device that a kernel has broken. The run fails with it, and says so
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            allocated_bytes = torch.cuda.memory_allocated(self._device)
+            available_bytes = free_bytes + torch.cuda.memory_reserved(self._device) - allocated_bytes
+            left_bytes = self._budget_bytes - charged_bytes
+            self._reserve_bytes = max(0, allocated_bytes - charged_bytes, left_bytes - available_bytes)
+        return self._reserve_bytes
 
     def begin(self, charged_bytes: int) -> int:
         """Prepares a run (Rule 4). Executor's thread only. Returns the limit to pass to `limited`, which has none."""
         if torch.cuda.memory_reserved(self._device) > self._budget_bytes:
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # as above
+                torch.cuda.empty_cache()
         return 0
 
     @contextmanager
