@@ -1,7 +1,7 @@
 """Models and segments whose tensors are on two devices of the trainer: two GPUs, or a GPU and the host."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from backhaul._backward.lineage import as_it_was
+from backhaul._dispatch import dispatcher
+from backhaul_runtime.process.fingerprint import fingerprint_with_host
 from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
@@ -191,3 +193,20 @@ def test_a_boundary_that_was_fetched_goes_to_the_device_of_its_segment() -> None
         assert rebuilt is not None
         assert torch.equal(rebuilt, value)  # raises an error for another device
     assert as_it_was(value + 1, source, Recording(accelerators={value.device: None})) is None
+
+
+@needs_two
+def test_the_gpu_of_a_segment_is_compared_and_not_the_current_one(
+    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other_model(device: torch.device) -> Mapping[str, str]:
+        facts = fingerprint_with_host(device)
+        return {**facts, "gpu": "another model"} if device.index == 1 else facts
+
+    monkeypatch.setattr(dispatcher, "fingerprint_with_host", other_model)
+    x = torch.ones(WIDTH)
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        for device, fallbacks in (("cuda:0", 0), ("cuda:1", 1)):
+            session.checkpoint(torch.sin, x.to(device).requires_grad_()).sum().backward()
+            assert session.report().fallbacks == fallbacks
+        assert "computes other bits than this trainer: gpu is another model here" in str(session.report())

@@ -103,7 +103,7 @@ class Dispatcher:
             return False
         up = [(worker, worker_session) for worker in self._workers if (worker_session := worker.up) is not None]
         mismatches = [
-            self._differences(worker, worker_session, device_type)
+            self._differences(worker, worker_session, torch.device(device_type))
             for worker, worker_session in up
             for device_type in device_types
         ]
@@ -182,7 +182,7 @@ class Dispatcher:
         mismatch = self._differences(
             worker,
             worker_session,
-            device.type,
+            device,
             computes_on_host=recording.computes_on_host,
         )
         # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
@@ -367,15 +367,20 @@ class Dispatcher:
             self._placement.take_last(segments)
 
     def _differences(
-        self, worker: WorkerHandle, worker_session: WorkerSession, device: str, *, computes_on_host: bool = False
+        self,
+        worker: WorkerHandle,
+        worker_session: WorkerSession,
+        device: torch.device,
+        *,
+        computes_on_host: bool = False,
     ) -> Mapping[str, tuple[str, str]]:
         """Returns why a worker computes other bits than a local device, and logs it once; empty if it does not."""
-        computes_on_host = computes_on_host and device != "cpu"  # which is the device otherwise
+        computes_on_host = computes_on_host and device.type != "cpu"  # which is the device otherwise
         key = worker_session.number, device, computes_on_host
         mismatch = worker.differences.get(key)
         if mismatch is None:
             mismatch = worker.differences[key] = differences(
-                fingerprint_with_host(torch.device(device)),
+                fingerprint_with_host(device),
                 worker_session.fingerprint,
                 computes_on_host=computes_on_host,
             )

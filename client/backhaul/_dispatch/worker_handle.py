@@ -23,8 +23,8 @@ class WorkerHandle:
 
     Attributes:
         is_leaving: Whether the worker gets no further segments.
-        differences: Why the worker computes other bits, by number of the worker session, type of device, and
-            whether the CPU beside it counts.
+        differences: Why the worker computes other bits, by number of the worker session, device of the trainer,
+            and whether the CPU beside it counts.
     """
 
     def __init__(
