@@ -1,6 +1,7 @@
 """What an accelerator's streams are asked for. The device is a fake one; its tensors are the host's."""
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -68,6 +69,16 @@ def test_a_large_tensor_is_pinned_in_pieces(cuda: FakeCuda, monkeypatch: pytest.
     pieces = pieces_of(tensor)
     assert [len(piece) for piece in pieces] == [100, 100, 56]
     assert torch.equal(torch.cat(pieces).view(torch.float32), tensor)
+
+
+def test_a_message_keeps_the_tensor_whose_copy_is_queued(cuda: FakeCuda) -> None:
+    outgoing = OutgoingTensor.of(torch.zeros(4))
+    tensor = weakref.ref(outgoing.tensor)
+    (batch,) = batches([outgoing])
+    del outgoing
+    assert tensor() is not None
+    del batch
+    assert tensor() is None
 
 
 def test_only_the_reader_waits_while_the_trainers_stream_is_busy(cuda: FakeCuda) -> None:
