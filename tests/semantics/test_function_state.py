@@ -229,6 +229,17 @@ def test_a_backward_that_writes_to_its_context_is_noticed(remote: Loopback) -> N
     assert any("changes its context" in reason for reason in segment.reasons)
 
 
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_backward_that_reads_between_the_rows_of_a_saved_tensor_stays_on_the_trainer(
+    returns: str, remote: Loopback
+) -> None:
+    """Only the elements of a saved tensor are compared and sent, not the gaps between its rows."""
+    body = lambda h, w: function_state.BetweenRows.apply(h.sin() * w).cos()  # noqa: E731
+    same_bits(trained(body, checkpointing(remote, returns=returns)), trained(body, plainly))
+    (segment,) = remote.report().segments
+    assert ["may read as_strided of what it saved" in reason for reason in segment.kept] == [True]
+
+
 @pytest.mark.parametrize("kind", function_state.CHANGED)
 def test_a_change_of_a_context_that_neither_versions_nor_equality_show(kind: str, remote: Loopback) -> None:
     """The first run raises, as a worker has run the first backward. The function then stays on the trainer."""
