@@ -41,5 +41,5 @@ def simulation() -> Iterator[Any]:
     torch.cuda.synchronize()
     native.reset_counters()
     yield native
-    native.settings(lazy=True, delay_us=(0, 0), poison=True, where=True, sync_debug=0)
+    native.settings(lazy=True, delay_us=(0, 0), poison=True, where=True, sync_debug=0, kernel_us=0)
     torch.cuda.synchronize()

@@ -159,6 +159,33 @@ def test_backward_runs_in_a_thread_of_the_device_and_on_the_stream_of_forward() 
     assert list(seen.values()) == [side.stream_id]
 
 
+def test_events_measure_the_clock_of_their_stream(simulation: Any) -> None:
+    began, ended, side = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    x = torch.ones(3, device="cuda")
+    simulation.settings(kernel_us=10_000_000)
+    began.record()
+    x.add_(1).mul_(2)
+    ended.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_event(ended)
+        x.neg()
+        side.record()
+    torch.cuda.synchronize()
+    assert 20_000 <= began.elapsed_time(ended) < 30_000
+    assert 10_000 <= ended.elapsed_time(side) < 20_000
+
+
+def test_a_host_that_has_waited_is_where_the_device_is(simulation: Any) -> None:
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    side = torch.cuda.Stream()
+    simulation.settings(kernel_us=10_000_000)
+    began.record(side)
+    torch.ones(3, device="cuda").sum().item()
+    ended.record(side)
+    torch.cuda.synchronize()
+    assert 20_000 <= began.elapsed_time(ended) < 30_000
+
+
 def test_undefined_memory_differs_each_time() -> None:
     first, second = (torch.empty(1000, device="cuda").view(torch.int32).cpu() for _ in range(2))
     assert not torch.equal(first, second)

@@ -35,6 +35,7 @@ atexit.register(native.shutdown)
 native.settings(
     lazy=os.environ.get("SIMULATED_CUDA_LAZY", "") == "1",
     delay_us=(0, int(os.environ.get("SIMULATED_CUDA_DELAY_US", "0"))),
+    kernel_us=int(os.environ.get("SIMULATED_CUDA_KERNEL_US", "0")),
 )
 
 
@@ -54,11 +55,10 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """Takes torch.cuda.Event's arguments."""
+    """Takes torch.cuda.Event's arguments, and is a plain torch.Event: `elapsed_time` accepts no subclass."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> "Event":
-        made: Event = super().__new__(cls, device="cuda", enable_timing=enable_timing)
-        return made
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:  # type: ignore[misc]
+        return torch.Event(device="cuda", enable_timing=enable_timing)
 
 
 class _Device(contextlib.ContextDecorator):

@@ -61,7 +61,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto m = e ? static_cast<Event*>(e)->get() : nullptr;
     if (!m) return;
     count_sync("event");
-    py_free([&] { m->q->wait(m->n); });
+    py_free([&] { m->q->wait_on_host(m->n); });
     raise_error();
   }
   bool queryStream(const Stream& s) const override { return of(s)->reached(of(s)->last(), true); }
@@ -75,7 +75,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* a, void* b, const DeviceIndex) const override {
     auto x = static_cast<Event*>(a)->get(), y = static_cast<Event*>(b)->get();
     TORCH_CHECK(x && y && queryEvent(a) && queryEvent(b), "sim: both events must be recorded and over");
-    return std::chrono::duration<double, std::milli>(y->at - x->at).count();
+    return 1e-6 * double(y->at_ns - x->at_ns);
   }
   template <class F>
   static void py_free(F f) {

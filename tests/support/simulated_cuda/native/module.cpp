@@ -29,7 +29,8 @@ PYBIND11_MODULE(_simulated_cuda, m) {
   m.def("default_generator", [](int d) { return py::reinterpret_steal<py::object>(THPGenerator_Wrap(default_generator(d))); });
   m.def("settings", [](std::optional<std::pair<int64_t, int64_t>> delay_us, std::optional<bool> lazy,
                        std::optional<bool> poison, std::optional<bool> where, std::optional<int64_t> limit,
-                       std::optional<int> sync_debug) {
+                       std::optional<int> sync_debug, std::optional<int64_t> kernel_us) {
+    if (kernel_us) settings.kernel_us = *kernel_us;
     if (sync_debug) settings.sync_debug = *sync_debug;
     if (delay_us) settings.delay_min_us = delay_us->first, settings.delay_max_us = delay_us->second;
     if (lazy) settings.lazy = *lazy;
@@ -39,9 +40,11 @@ PYBIND11_MODULE(_simulated_cuda, m) {
     for (int d = 0; d < kDevices; ++d)
       for (Queue* q : all_queues(d)) q->work.notify_all();
   }, py::arg("delay_us") = py::none(), py::arg("lazy") = py::none(), py::arg("poison") = py::none(),
-     py::arg("where") = py::none(), py::arg("limit") = py::none(), py::arg("sync_debug") = py::none());
+     py::arg("where") = py::none(), py::arg("limit") = py::none(), py::arg("sync_debug") = py::none(),
+     py::arg("kernel_us") = py::none());
   m.def("sleep", [](int64_t us) {
-    launch(current(current_device), "sleep", [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); });
+    auto sleep = [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); };
+    launch(current(current_device), "sleep", sleep, us);
   });
   // A kernel that was compiled for the host: run(grid, arguments), each argument a 64-bit word. Pointers must be `shadow`s.
   m.def("launch", [](const std::string& name, uintptr_t function, unsigned grid, std::vector<int64_t> arguments) {

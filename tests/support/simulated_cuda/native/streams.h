@@ -39,6 +39,7 @@ constexpr size_t kBacklog = 20000;  // a lazy stream runs its tasks unasked when
 
 struct Settings {
   std::atomic<int64_t> delay_min_us{0}, delay_max_us{200};
+  std::atomic<int64_t> kernel_us{0};  // what each kernel takes by the clock of its stream, see Queue::clock_ns
   std::atomic<bool> lazy{false}, poison{true}, where{true};
   std::atomic<int64_t> limit{int64_t(kSpan)};
   std::atomic<int> sync_debug{0};  // as torch.cuda.set_sync_debug_mode: 1 warns, 2 raises
@@ -110,20 +111,39 @@ void raise_error() {
 
 using Task = std::function<void()>;
 
+// The host's clock. A host that has waited for a stream is where the stream's clock is, without having slept.
+std::atomic<int64_t> skipped_ns{0};
+int64_t host_ns() {
+  auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count() + skipped_ns;
+}
+void catch_up(int64_t ns) {
+  if (int64_t behind = ns - host_ns(); behind > 0) skipped_ns += behind;
+}
+
+struct Queued {
+  Task task;
+  int64_t pushed_ns, cost_ns;
+};
+
 struct Queue {
   Queue(int device, int64_t id) : device(device), id(id), thread([this] { run(); }) {}
   const int device;
   const int64_t id;
   std::mutex m;
   std::condition_variable work, done;
-  std::deque<Task> tasks;
+  std::deque<Queued> tasks;
   uint64_t submitted = 0, completed = 0, demanded = 0;
+  // When the device has done the task that runs: it begins when it was pushed or when the task before is done, and takes
+  // what a setting says and not what the host's kernel takes. So what events measure does not depend on the machine.
+  int64_t clock_ns = 0;
+  int64_t completed_ns = 0;
   std::thread thread;
 
-  uint64_t push(Task task) {
+  uint64_t push(Task task, int64_t cost_ns = 0) {
     std::lock_guard lock(m);
     if (stopped) return submitted;
-    tasks.push_back(std::move(task));
+    tasks.push_back({std::move(task), host_ns(), cost_ns});
     work.notify_one();
     return ++submitted;
   }
@@ -141,28 +161,34 @@ struct Queue {
     if (n > demanded) demanded = n, work.notify_one();
     done.wait(lock, [&] { return completed >= n || stopped; });
   }
+  void wait_on_host(uint64_t n) {
+    wait(n);
+    std::lock_guard lock(m);
+    catch_up(completed_ns);
+  }
   void run() {
     at::AutoDispatchBelowADInplaceOrView below;
     for (;;) {
-      Task task;
+      Queued next;
       {
         std::unique_lock lock(m);
         work.wait(lock, [&] {
           return stopped || (!tasks.empty() && (!settings.lazy || completed < demanded || tasks.size() > kBacklog));
         });
         if (stopped) return;
-        task = std::move(tasks.front());
+        next = std::move(tasks.front());
         tasks.pop_front();
       }
+      clock_ns = std::max(clock_ns, next.pushed_ns) + next.cost_ns;
       try {
-        task();
+        next.task();
       } catch (const std::exception& e) {
         std::lock_guard lock(error_mutex);
         if (error.empty()) error = e.what();
       }
-      task = nullptr;
+      next.task = nullptr;
       std::lock_guard lock(m);
-      ++completed;
+      ++completed, completed_ns = clock_ns;
       done.notify_all();
     }
   }
@@ -195,7 +221,7 @@ Queue* current(int device) { return queue(device, current_stream[device]); }
 Queue* of(const Stream& s) { return queue(s.device_index(), s.id()); }
 Stream as_stream(Queue* q) { return Stream(Stream::UNSAFE, Device(kType, q->device), q->id); }
 
-void launch(Queue* q, const std::string& op, Task task) {
+void launch(Queue* q, const std::string& op, Task task, int64_t us = settings.kernel_us) {
   {
     std::lock_guard lock(counters.m);
     ++counters.kernels;
@@ -209,23 +235,23 @@ void launch(Queue* q, const std::string& op, Task task) {
       if (us > 0 && !settings.lazy) std::this_thread::sleep_for(std::chrono::microseconds(us));
     }
     task();
-  });
+  }, 1000 * us);
 }
 void drain(Queue* q, const std::string& what) {
   count_sync(what);
-  q->wait(q->last());
+  q->wait_on_host(q->last());
   raise_error();
 }
 void drain_device(int device, const std::string& what) {
   count_sync(what);
-  for (Queue* q : all_queues(device)) q->wait(q->last());
+  for (Queue* q : all_queues(device)) q->wait_on_host(q->last());
   raise_error();
 }
 
 struct Mark {  // what an event recorded
   Queue* q = nullptr;
   uint64_t n = 0;
-  std::chrono::steady_clock::time_point at;
+  int64_t at_ns = 0;
 };
 struct Event {
   std::mutex m;
@@ -238,11 +264,15 @@ struct Event {
 std::shared_ptr<Mark> mark(Queue* q) {
   auto mark = std::make_shared<Mark>();
   mark->q = q;
-  mark->n = q->push([mark] { mark->at = std::chrono::steady_clock::now(); });
+  mark->n = q->push([mark] { mark->at_ns = mark->q->clock_ns; });
   return mark;
 }
 void wait_in(Queue* q, std::shared_ptr<Mark> mark) {
-  if (mark && mark->q != q) q->push([mark] { mark->q->wait(mark->n); });
+  if (mark && mark->q != q)
+    q->push([mark, q] {
+      mark->q->wait(mark->n);
+      q->clock_ns = std::max(q->clock_ns, mark->at_ns);
+    });
 }
 
 }  // namespace sim
