@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from backhaul._observe.call_log import CallLog
+from backhaul._observe.report import SegmentLog
 from backhaul._worker_client import uploader as uploader_module
 from backhaul._worker_client.connection import Connection
 from backhaul._worker_client.lanes import Lanes
+from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
 from backhaul._worker_client.uploader import MOST_GATHERED, Uploader
 from backhaul._worker_client.worker_session import WorkerSession
@@ -160,6 +163,45 @@ def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
     error = lost.saved.exception(10)
     assert isinstance(error, WorkerLostError)
     assert error.status == "DOWN"
+    uploader.close()
+
+
+def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload) -> SavedSegment:
+    return SavedSegment(connection.link, uploader, save, CallLog(SegmentLog("block")), 0.0, list)
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["bytes move", "the trainer's own device is at work"])
+def test_backward_waits_for_an_upload_however_long_it_takes(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_RUN_LIMIT_S", 0.2)
+    connection = FakeLink()
+    connection.silence_s = 0.2
+    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
+    save = save_of(torch.zeros(100))
+    segment = saved_segment(connection, uploader, save)
+
+    def send(save: SegmentUpload) -> None:
+        for _ in range(10):
+            threading.Event().wait(0.1)
+            if moves:
+                uploader.watch.sign()
+
+    monkeypatch.setattr(uploader.sender, "send", send)
+    uploader.save(save)
+    assert segment._repeated(lambda offer: "asked") == "asked"
+    uploader.close()
+
+
+def test_backward_does_not_wait_for_an_upload_to_a_worker_that_is_gone() -> None:
+    connection = FakeLink()
+    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
+    save = save_of(torch.zeros(100))
+    segment = saved_segment(connection, uploader, save)
+    uploader.save(save)
+    connection.up = None
+    with pytest.raises(WorkerLostError) as caught:
+        segment._repeated(lambda offer: "asked")
+    assert caught.value.status == "DOWN"
+    connection.gate.set()
     uploader.close()
 
 

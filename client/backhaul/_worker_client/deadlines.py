@@ -8,6 +8,9 @@ NOTE [Bounds]
 3. The contents of a message that does not fit its checksum are unknown. A damaged answer becomes a WorkerLostError with
    the status DAMAGED; a damaged request becomes a TransferError of the worker. Either way a request of a single message
    is repeated once, and the worker joins it to the first one.
+4. Limits of time begin when the worker has everything that it needs: the request follows the upload of its segment.
+   The upload itself has no limit but the silence that its own calls notice. So weights may take minutes to send, and an
+   upload that waits for the trainer's own device does not blame the worker.
 """
 
 import math

@@ -1,10 +1,10 @@
 """The trainer's side of a segment that a worker stores."""
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +16,7 @@ from backhaul._observe.call_log import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, longest_run_s
+from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, Liveness
 from backhaul._worker_client.lanes import NO_LANES, LaneOffer
 from backhaul._worker_client.segment_upload import SegmentUpload
 from backhaul._worker_client.shared_memory import receiving
@@ -429,16 +429,8 @@ class SavedSegment:
             raise
 
     def _wait_until_saved(self) -> None:
-        deadline = monotonic() + longest_run_s(self._expected_s)
-
-        def check() -> None:
-            self._connection.stubs(self.worker_session)
-            if monotonic() > deadline:
-                raise WorkerLostError(
-                    "sending the segment takes longer than recomputing it on the trainer", status="BUSY"
-                )
-
-        self._uploader.watch.wait(self._save.saved, check)
+        """Waits for the uploader, which ends by itself if the worker stops taking bytes (Rule 4 of NOTE [Bounds])."""
+        Liveness(math.inf).wait(self._save.saved, lambda: self._connection.stubs(self.worker_session))
         self._uploader.free_sent()
 
     @property
