@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from functools import partial
-from time import perf_counter, time
+from time import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
+from backhaul._accumulate.block_times import EndedBlock
 from backhaul._accumulate.plan import MORE_OPEN, Shares
 from backhaul._backward.lineage import Copies
 from backhaul._config import DESCRIPTIVE, LOCALS, SECRETS, Config, Local
@@ -50,6 +51,7 @@ from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.tls import files_of
 from backhaul_runtime.record.contents import FixedDigests
+from backhaul_runtime.tensors.durations import Stopwatch, device_of_work
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:
@@ -87,6 +89,7 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         self._blocks = itertools.count(1)
         self._shares = {local: Shares(config.held_bytes) for local in LOCALS}
+        self._unmeasured: tuple[Shares, EndedBlock] | None = None  # the last block, while its device is at work
         self._block_lock = threading.Lock()  # held while a block is open
         self.copies = Copies(self._fetch)
         self._closed = False
@@ -296,6 +299,7 @@ class Session:
         if local not in LOCALS:
             raise ValueError(f"local={local!r} is not one of {', '.join(map(repr, LOCALS))}")
         shares = self._shares[local]
+        self._measure_block()
 
         def take_last(micro_batch: int, parts: Mapping[str, int], left: Mapping[str, int], own: int) -> int:
             # The gradients of these segments would count as bytes of an unfinished micro-batch.
@@ -318,17 +322,27 @@ class Session:
         trainers_share = 0 if self.config.strict else shares.trainers_share()
         accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, fixed, keeps_share=local == "keep")
         with guards.open_block(block), self._only_block(block), accumulating:
-            started = perf_counter()
+            stopwatch = Stopwatch(device_of_work(()))
             try:
                 yield block
             except BaseException:
                 block.close(is_failed=True)
                 raise
             block.close(is_failed=False)
-            report = self._dispatcher.journal.block = block.report(perf_counter() - started)
-            shares.measured(report)
+            ended = block.ended(stopwatch.stop())
+            self._dispatcher.journal.block = ended.report
+            self._unmeasured = shares, ended
+            self._measure_block()
             if self.telemetry is not None:
-                self.telemetry.block_ended(report)
+                self.telemetry.block_ended(ended.report)
+
+    def _measure_block(self) -> None:
+        """Lets the next block's share follow from what the last one took, once the device has done it."""
+        unmeasured = self._unmeasured
+        if unmeasured is not None and unmeasured[1].is_over:
+            self._unmeasured = None
+            shares, ended = unmeasured
+            shares.measured(ended.report())
 
     @contextmanager
     def _only_block(self, block: AccumulationBlock) -> Iterator[None]:

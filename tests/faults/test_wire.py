@@ -385,7 +385,9 @@ def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
         segment_pb2.FetchSourcesResponse(),
     ]
     answer = Call(TensorMessage(message, None, 0) for message in messages)
-    stream: AnswerStream[Any] = AnswerStream(lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), 0.0, QUIET_S)
+    stream: AnswerStream[Any] = AnswerStream(
+        lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), lambda: 0.0, QUIET_S
+    )
     stream.result()
     with pytest.raises(WorkerLostError, match="takes too long to send"):
         stream.rest(time.monotonic())
@@ -467,4 +469,4 @@ def test_a_call_on_a_closed_channel_is_an_error_of_ours() -> None:
     with pytest.raises(WorkerLostError):
         call_unary(stubs.sessions.KeepSession, session_pb2.KeepSessionRequest(), 1.0)
     with pytest.raises(WorkerLostError):
-        AnswerStream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), 1.0, 1.0)
+        AnswerStream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), lambda: 1.0, 1.0)

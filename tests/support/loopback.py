@@ -29,6 +29,7 @@ from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.replay.replay import isolated
 from backhaul_runtime.tensors.digest import address_of
+from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import unbundle
@@ -73,7 +74,7 @@ class LoopbackSegment:
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
         saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
-        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set())
+        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         run_result = self._run(partial(runs.recompute, positions=list(wanted)))
@@ -143,7 +144,9 @@ class Loopback:
     def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:
         return PendingCall(CallSite(), arguments, fn)
 
-    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[LoopbackSegment, Program]:
+    def save(
+        self, segment: RecordedSegment, pending: PendingCall, forward: Duration
+    ) -> tuple[LoopbackSegment, Program]:
         recording = segment.call.recording
         if self.is_lost:
             raise Refusal("gone")

@@ -42,15 +42,21 @@ class FakeEvent:
 
     def __init__(self, cuda: "FakeCuda") -> None:
         self.cuda = cuda
+        self.at_ms = 0.0
         self.stream = ""
         self.happened = threading.Event()
 
     def record(self, stream: FakeStream) -> None:
         self.cuda.note(f"{stream.name} is marked")
-        self.stream, self.happened = stream.name, stream.idle
+        self.stream, self.happened, self.at_ms = stream.name, stream.idle, self.cuda.clock_ms
 
     def query(self) -> bool:
         return self.happened.is_set()
+
+    def elapsed_time(self, later: "FakeEvent") -> float:
+        assert self.query()
+        assert later.query()
+        return later.at_ms - self.at_ms
 
     def synchronize(self) -> None:
         self.cuda.note(f"the host waits for {self.stream}")
@@ -64,10 +70,12 @@ class FakeCuda:
         trainer: The stream of the thread that made this.
         others: That of all other threads. With torch it is the trainer's, unless that has chosen one.
         log: What was asked of streams, in order.
+        clock_ms: The device's time, which events note when they are recorded.
     """
 
     def __init__(self) -> None:
         self.log: list[str] = []
+        self.clock_ms = 0.0
         self.trainer = FakeStream(self, "trainer")
         self.others = FakeStream(self, "others")
         self._trainer_thread = threading.current_thread()

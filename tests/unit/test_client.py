@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +38,10 @@ def test_silence_is_what_the_waiter_was_awake_for(monkeypatch: pytest.MonkeyPatc
 def test_a_queue_that_is_longer_than_the_work_is_not_waited_for(usual_limits: None) -> None:
     assert (longest_queue_s(0.1), longest_queue_s(3.0)) == (1.0, 6.0)
     assert (longest_run_s(0.1), longest_run_s(3.0)) == (5.0, 12.0)
+
+
+def test_a_time_that_is_unknown_limits_nothing() -> None:
+    assert longest_queue_s(None) == longest_run_s(None) == math.inf
 
 
 def test_limits_do_not_expire_in_tests_that_are_not_about_them() -> None:

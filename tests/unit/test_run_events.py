@@ -17,6 +17,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.errors import SettingError
+from backhaul_runtime.tensors.durations import wait_s
 from conftest import wait_until
 
 
@@ -159,12 +160,12 @@ def test_an_answer_that_contradicts_the_clocks_is_believed(monkeypatch: pytest.M
     timing = Timing(queued_at_s=1_000.0, requested_at_s=1_000.0, recompute_at_s=1_001.0, recompute_s=2.0)
     # By an offset of 902 s the worker would have been done at 101 s, a second after its answer arrived.
     call.answered(timing, clock_offset_s=902.0)
-    spans = {lane: (began_at_s, began_at_s + took_s) for lane, began_at_s, took_s in call.spans}
+    spans = {lane: (began_at_s, began_at_s + wait_s(took)) for lane, began_at_s, took in call.spans}
     assert spans[Lane.LANE_RECOMPUTE] == (98.0, 100.0)
     assert Lane.LANE_DOWNLOAD not in spans
     call.spans.clear()
     call.answered(timing, clock_offset_s=904.0)  # which fits: it was done at 99 s
-    spans = {lane: (began_at_s, began_at_s + took_s) for lane, began_at_s, took_s in call.spans}
+    spans = {lane: (began_at_s, began_at_s + wait_s(took)) for lane, began_at_s, took in call.spans}
     assert (spans[Lane.LANE_RECOMPUTE], spans[Lane.LANE_DOWNLOAD]) == ((97.0, 99.0), (99.0, 100.0))
 
 

@@ -53,7 +53,7 @@ def test_a_step_adds_up_its_calls() -> None:
     reporter, frames = Reporter(), [Frame(), Frame()]
     for frame in frames:
         call = reporter.call()
-        call.forward(frame, function_s=0.5, overhead_s=0.01, saved_bytes=100)
+        call.forward(frame, 0.5, overhead_s=0.01, saved_bytes=100)
         call.traffic(up_bytes=7)
         call.add(Decision.GRADIENTS, 0.25)
         call.traffic(down_bytes=9)
@@ -72,7 +72,7 @@ def test_a_step_adds_up_its_calls() -> None:
 def test_a_backward_on_a_worker_spares_the_trainer_its_own(backward_s: float, spared_s: float) -> None:
     reporter, frame = Reporter(), Frame()
     call = reporter.call()
-    call.forward(frame, function_s=0.5, overhead_s=0.0, saved_bytes=0)
+    call.forward(frame, 0.5, overhead_s=0.0, saved_bytes=0)
     # A worker that is five times as fast: its forward takes 0.1 s. Its own pauses must not count without limit.
     call.answered(Timing(recompute_at_s=100, recompute_s=0.1, backward_at_s=101, backward_s=backward_s), 0.0)
     call.add(Decision.GRADIENTS, 0.25)

@@ -167,7 +167,7 @@ def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
 
 
 def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload) -> SavedSegment:
-    return SavedSegment(connection.link, uploader, save, CallLog(SegmentLog("block")), 0.0, list)
+    return SavedSegment(connection.link, uploader, save, CallLog(SegmentLog("block")), lambda: 0.0, list)
 
 
 @pytest.mark.parametrize("moves", [True, False], ids=["bytes move", "the trainer's own device is at work"])

@@ -20,13 +20,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
+from backhaul._accumulate.block_times import BlockTimes, EndedBlock
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
 from backhaul._accumulate.micro_batch import (
@@ -47,9 +47,10 @@ from backhaul._accumulate.micro_batch import (
 from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
-from backhaul._observe.report import BlockReport, Helper, SegmentLog
+from backhaul._observe.report import Helper, SegmentLog
 from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.record.contents import FixedDigests
+from backhaul_runtime.tensors.durations import Duration, Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 
@@ -80,9 +81,7 @@ class AccumulationBlock:
         is_deferring: Whether a plain backward is one of the block's micro-batches.
         ends_in_closure: Whether the block ends in the closure of an optimizer's step, so that the step may begin
             inside the block.
-        waited_s: Seconds for which the trainer waited for workers.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
-        trainers_s: Seconds of the tails, in which the trainer computes its share.
         most_held_bytes: The most bytes of gradients that were held back.
     """
 
@@ -110,28 +109,29 @@ class AccumulationBlock:
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
         self._streams: Streams = ()  # of the last micro-batch
+        self._device = torch.device("cpu")  # of its loss
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self._is_open = True
         self.is_working = self.is_deferring = self.ends_in_closure = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
-        self.waited_s = self.trainers_s = 0.0
+        self._times = BlockTimes()
         self._in_head = 0  # segments of the next micro-batch that belong to its head
-        self._head_s = 0.0  # seconds of the last head without such segments
+        self._usual_head: Duration = 0.0  # what the last head without such segments took
         self._runs = RemoteRuns(self._gradients, log, self._open)
 
-    def report(self, took_s: float) -> BlockReport:
-        """Returns what the block took, after its end.
+    def ended(self, took: Duration) -> EndedBlock:
+        """Returns what is known of the block after its end.
 
         Args:
-            took_s: Seconds from its beginning to its end.
+            took: What it took from its beginning to its end.
         """
-        return BlockReport(
+        return EndedBlock(
+            took,
+            self._times,
             micro_batches=self.micro_batches,
-            took_s=took_s,
-            others_s=max(0.0, took_s - self.waited_s - self.trainers_s),
-            trainer=Helper(self.trainers_segments, self.trainers_s / max(1, self.trainers_segments)),
+            trainers_segments=self.trainers_segments,
             workers={
                 uploader.name: Helper(len(seconds), sum(seconds) / len(seconds))
                 for uploader, seconds in self._runs.busy_s.items()
@@ -212,9 +212,11 @@ class AccumulationBlock:
             self._finish_all()
         self.micro_batches += 1
         streams = self._streams = present_streams(loss)
+        self._device = loss.device
         on_workers = sum(frame.remote is not None for frame in parts.frames)
-        started = perf_counter()
+        stopwatch = Stopwatch(self._device)
         sums = self._head(loss, parts)
+        head = stopwatch.stop()
         with torch.no_grad():  # as in autograd's own backward: a segment's backward otherwise records a graph of itself
             state = ambient_state.capture()
         size_bytes = size_bytes_of(parts, sums, kept)
@@ -233,7 +235,7 @@ class AccumulationBlock:
             if on_workers:
                 self._log.blocked(parts.reason)
             else:
-                self.trainers_s += perf_counter() - started
+                self._times.own.add(head)
                 self.trainers_segments += own
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None, self.micro_batches)
@@ -338,7 +340,7 @@ class AccumulationBlock:
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
         """Differentiates the head. Returns what it contributes to leaves, and to the run."""
-        leaves, started = parts.leaves.values(), perf_counter()
+        leaves, stopwatch = parts.leaves.values(), Stopwatch(self._device)
         with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
             sums = differentiated([loss], None, parts.head, parts)
             if sides := [target for target in parts.sides if target in sums]:
@@ -348,11 +350,11 @@ class AccumulationBlock:
                     parts.shared,
                     parts,
                 )
-        head_s = perf_counter() - started
+        head = stopwatch.stop()
         if not self._in_head:
-            self._head_s = head_s
+            self._usual_head = head
         elif parts.run:
-            self.trainers_s += max(0.0, head_s - self._head_s)
+            self._times.heads.append((head, self._usual_head))
         return sums
 
     def _plan(self, parts: Parts) -> None:
@@ -377,12 +379,12 @@ class AccumulationBlock:
     def _finish_first(self) -> None:
         """Completes the gradients of the first micro-batch that is open."""
         micro_batch = self._open[0]
-        started = perf_counter()
+        stopwatch = Stopwatch(self._device)
         if micro_batch.ended is not None:
             wait([micro_batch.ended])
-        waited_s = perf_counter() - started
-        self.waited_s += waited_s
-        self._log.wait(waited_s)
+        waited = stopwatch.stop()
+        self._times.waited.add(waited)
+        self._log.wait(waited)
         parts, sums = micro_batch.parts, micro_batch.sums
         if micro_batch.error is not None:
             if not isinstance(micro_batch.error, RECOVERABLE):
@@ -401,11 +403,11 @@ class AccumulationBlock:
         micro_batch.segments_left.clear()
         for segment in parts.run[:done]:
             segment.frame.release_remote()
-        started = perf_counter()
+        stopwatch = Stopwatch(self._device)
         with under(micro_batch.state):
             self._tail(parts, sums)
         if parts.run:
-            self.trainers_s += perf_counter() - started
+            self._times.own.add(stopwatch.stop())
             self.trainers_segments += micro_batch.trainers_segments
         for position, (target, leaf) in enumerate(parts.leaves.items()):
             gradient = sums.get(target)

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from time import perf_counter
 
 from torch import Tensor
 
@@ -149,7 +148,6 @@ class RemoteRuns:
         following = self._following(micro_batch, segment)
         summed = only_contributions(micro_batch, segment, due)
         unsent = {due[index] for index, target in segment.contributions if target == following} & summed
-        started = perf_counter()
         answer = frame.remote_gradients(
             {0: gradient},
             micro_batch.state,
@@ -170,7 +168,7 @@ class RemoteRuns:
         if len(unsent) == 1 and following not in micro_batch.sums:
             micro_batch.stored = answer.stored.get(*unsent)
         # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
-        self.busy_s.setdefault(uploader, []).append(perf_counter() - started)
+        self.busy_s.setdefault(uploader, []).append(answer.took_s)
 
     def _upcoming(self, micro_batch: MicroBatch, uploader: Uploader) -> list[int]:
         """Returns the numbers of the segments that a worker is asked for after the next one."""

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -45,6 +44,7 @@ from backhaul_runtime.replay.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
+from backhaul_runtime.tensors.durations import Stopwatch
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import (
@@ -65,11 +65,13 @@ class RemoteGradients(NamedTuple):
         contributions: The contributions as `Frame.gradients` returns them. Those that were not sent are None.
         kept: The sources whose contributions the worker has kept to add them up.
         stored: The gradients that the worker stores for the backwards of predecessors, by source.
+        took_s: Seconds from the request to the answer.
     """
 
     contributions: list[Contribution]
     kept: set[int]
     stored: Mapping[int, StoredGradient]
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,17 +174,17 @@ class Frame:
             self.call.check_strict(needs_graph)
             self.call.log.on_trainer(needs_graph)
         if self.remote is not None and not needs_graph:
-            started = perf_counter()
+            stopwatch = Stopwatch(self.call.device)
             try:
                 contributions = self.remote_gradients(gradients, ambient_state.capture()).contributions
             except RECOVERABLE as error:
                 self.lost(error)
             else:
-                self.call.log.add(Decision.GRADIENTS, perf_counter() - started)
+                self.call.log.add(Decision.GRADIENTS, stopwatch.stop())
                 return contributions
         if not needs_graph:
             self.call.check_strict(self.local_reason)
-        started = perf_counter()
+        stopwatch = Stopwatch(self.call.device)
         values = self.lineage.values()
         contributions = local_recompute.gradients_here(
             self.call.name,
@@ -194,7 +196,7 @@ class Frame:
             ways=self._ways_by_number(ways) if needs_graph else None,
         )
         check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
-        self.call.log.add(Decision.TRAINER, perf_counter() - started)
+        self.call.log.add(Decision.TRAINER, stopwatch.stop())
         return contributions
 
     def remote_gradients(
@@ -235,7 +237,7 @@ class Frame:
         )
         self._check(remote, answer.saved)
         names.proven.update(self.program.functions)
-        return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored)
+        return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored, answer.took_s)
 
     def _ways_by_number(self, ways: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Returns `ways` by source or output, see `Contribution.source`."""
@@ -354,7 +356,7 @@ class Frame:
     def _recompute(self, positions: Sequence[int]) -> None:
         """Requests saved tensors from a worker; without one, recomputes all that backward needs."""
         if self.remote is not None:
-            started = perf_counter()
+            stopwatch = Stopwatch(self.call.device)
             try:
                 self._incoming = self.remote.recompute(
                     {index: self.call.recording.saved[index].layout for index in positions}
@@ -363,7 +365,7 @@ class Frame:
             except RECOVERABLE as error:
                 self.lost(error)
             else:
-                self.call.log.add(Decision.ACTIVATIONS, perf_counter() - started)
+                self.call.log.add(Decision.ACTIVATIONS, stopwatch.stop())
                 return
         self._recompute_here({*positions, *self._wanted})
 
@@ -382,7 +384,7 @@ class Frame:
         return tensor if self._is_as_saved(index, tensor) else None
 
     def _take(self, incoming: SavedTensorStream, index: int) -> Tensor:
-        started = perf_counter()
+        stopwatch = Stopwatch(self.call.device)
         tensor = incoming.take(index)
         if self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
@@ -392,7 +394,7 @@ class Frame:
                 )
         if self._wanted <= self._here.keys():
             self._stop_incoming()
-        self.call.log.wait(perf_counter() - started)
+        self.call.log.wait(stopwatch.stop())
         return tensor
 
     def _check(self, remote: RemoteSegment, saved: Recomputed) -> None:
@@ -410,13 +412,13 @@ class Frame:
         assert self.program is not None
         assert self.lineage is not None
         self.call.check_strict(self.local_reason)
-        started = perf_counter()
+        stopwatch = Stopwatch(self.call.device)
         values = self.lineage.values()
         self._here = local_recompute.saved_here(
             self.call.name, self.program, self.call.recording, values, sorted(wanted), self.replay_options
         )
         self._queue_digests()
-        self.call.log.add(Decision.TRAINER, perf_counter() - started)
+        self.call.log.add(Decision.TRAINER, stopwatch.stop())
 
     def _present(self, saved: SavedTensor) -> Callable[[], Tensor] | None:
         """Returns access to a saved tensor that lies in a parameter or kept argument, so it need not be fetched."""

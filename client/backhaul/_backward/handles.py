@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from backhaul._backward import local_recompute
@@ -17,6 +18,8 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.torch_internals.pre_dispatch import unobserved
 from backhaul_runtime.torch_internals.private import is_plain_backward
+
+CPU = torch.device("cpu")
 
 
 def not_remote(name: str, reason: str) -> NotRemoteError:
@@ -40,6 +43,7 @@ class CheckpointedCall:
         recording: The recording of the call. It grows during the call and does not change afterwards.
         local_reason: Why only the trainer can recompute the call, if that is known before the call; else empty.
         inside_reason: Why the graph of the segment's inside must stay, if options or regions decide that; else empty.
+        device: The device that the call computes on, as far as its arguments show it.
     """
 
     name: str
@@ -48,6 +52,7 @@ class CheckpointedCall:
     recording: Recording
     local_reason: str = ""
     inside_reason: str = ""
+    device: torch.device = CPU
 
     def check_strict(self, reason: str, cause: Exception | None = None) -> None:
         """Raises NotRemoteError under `strict`. Call it before the trainer recomputes the segment or decides to.

@@ -28,12 +28,15 @@ class RemoteAnswer(NamedTuple):
         stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
         commit: Call it once the value check has passed, with the number of the block's round. Returns the sources whose
             gradients stay on the worker, which count only after that call.
+        took_s: Seconds from the request to the answer. Before the request the device computes the gradient that it
+            starts from, and the worker does not take that time.
     """
 
     saved: Recomputed
     contributions: list[Contribution]
     stored: Mapping[int, StoredGradient]
     commit: Callable[[int], set[int]]
+    took_s: float
 
 
 class RemoteSegment(Protocol):

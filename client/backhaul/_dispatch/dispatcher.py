@@ -33,6 +33,7 @@ from backhaul_runtime.program.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource
+from backhaul_runtime.tensors.durations import Duration, known_s
 from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
@@ -165,7 +166,7 @@ class Dispatcher:
                 pending.refusal = refusal
         return pending
 
-    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[SavedSegment, Program]:
+    def save(self, segment: RecordedSegment, pending: PendingCall, forward: Duration) -> tuple[SavedSegment, Program]:
         """Queues a segment for a worker. Raises Refusal if no worker takes it."""
         call, tensors, recording = segment.call, segment.tensors, segment.call.recording
         if self._is_closed():  # checked first: in the child of a fork the lock may stay locked for ever
@@ -213,6 +214,8 @@ class Dispatcher:
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
         bytes_per_s = worker.uploader.sender.bytes_per_s
+        earlier, site.forward = site.forward, forward
+        forward_s = known_s(forward, earlier) or 0.0
         may_derive = site.speculation.can_derive and not mismatch and call.options.durability != "none"
         save.predecessors = [
             Predecessor(
@@ -240,7 +243,7 @@ class Dispatcher:
             worker.uploader,
             save,
             call.log,
-            _BACKWARD_FACTOR * forward_s,
+            lambda: None if (took_s := known_s(forward, earlier)) is None else _BACKWARD_FACTOR * took_s,
             lambda: self._backward_reached(worker, number, site),
             next(iter(recording.accelerators), None),
         )
@@ -254,7 +257,7 @@ class Dispatcher:
         Args:
             layout: The layout of the boundary.
             bytes_per_s: The rate at which the worker receives tensors; 0 if it is unknown.
-            forward_s: Seconds of the segment's forward. The one before it probably takes as long.
+            forward_s: Seconds of the segment's forward; 0 if unknown. The one before it probably takes as long.
         """
         if self._config.boundaries != "auto":
             return self._config.boundaries == "derive"

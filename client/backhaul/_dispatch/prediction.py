@@ -28,6 +28,7 @@ from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
+from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.layout import Layout, device_of, layout_of
 from backhaul_runtime.torch_internals.generators import default_generator
 from backhaul_runtime.torch_internals.private import version_of
@@ -97,11 +98,13 @@ class CallSite:
         key: The key in `CallSites`; None for a site that is kept by its module.
         last: The program of the last call at this site.
         speculation: How often the worker has predicted the gradients of this site's segments correctly.
+        forward: What the forward of the last call at this site took; None before the first call.
     """
 
     key: Hashable = None
     last: EncodedProgram | None = None
     speculation: SpeculationHistory = field(default_factory=SpeculationHistory)
+    forward: Duration | None = None
     _sources: list[_Source] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True

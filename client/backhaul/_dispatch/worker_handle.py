@@ -81,7 +81,7 @@ class WorkerHandle:
         request = segment_pb2.FetchSourcesRequest(session=worker_session.session, addresses=[address], answer=answer)
         method, deadline = self.connection.stubs(worker_session).segments.FetchSources, monotonic() + longest_run_s(0.0)
         stream: AnswerStream[segment_pb2.FetchSourcesResult] = AnswerStream(
-            method, request, 0.0, self.connection.silence_s, memory, answer
+            method, request, lambda: 0.0, self.connection.silence_s, memory, answer
         )
         try:
             stream.result()

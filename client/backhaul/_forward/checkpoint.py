@@ -41,6 +41,7 @@ from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.durations import Duration, Stopwatch, device_of_work
 from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
     container_node,
@@ -92,13 +93,13 @@ class Destination(Protocol):
             arguments: The tensors among its arguments.
         """
 
-    def save(self, segment: RecordedSegment, pending: PendingCall, forward_s: float) -> tuple[RemoteSegment, Program]:
+    def save(self, segment: RecordedSegment, pending: PendingCall, forward: Duration) -> tuple[RemoteSegment, Program]:
         """Starts sending a segment. Raises Refusal if no worker takes it.
 
         Args:
             segment: The segment as it was recorded in forward.
             pending: What `begin` returned for the call.
-            forward_s: Seconds that forward took, which determine the deadline of a recomputation.
+            forward: What forward took, which determines the deadline of a recomputation.
 
         Returns:
             The remote side, and the program to keep: an earlier one if that is equal.
@@ -173,7 +174,8 @@ def _run_segment(
     inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:
         inside_reason = "its policy chooses what the trainer keeps"
-    call = CheckpointedCall(name, log, options, recorder.recording, local_reason, inside_reason)
+    device = device_of_work(arguments)
+    call = CheckpointedCall(name, log, options, recorder.recording, local_reason, inside_reason, device)
     if local_reason:
         call.check_strict(local_reason)
         log.on_trainer(local_reason)
@@ -183,7 +185,7 @@ def _run_segment(
     returned: list[Any] = []  # a list, so that no variable refers to the return value, see `has_other_references`
     pending = recorder.recording.guarded(destination.begin, call, fn, arguments)
     with pending or nullcontext():
-        started = perf_counter()
+        stopwatch, started = Stopwatch(device), perf_counter()
         nesting.active = True
         try:
             with outside_of_kept_regions(), torch.autograd.graph.saved_tensors_hooks(pack, unpack), recorder, context:
@@ -193,7 +195,7 @@ def _run_segment(
             pack.release()
             table.end_call()
         _check_ended(returned, options, had_cuda)
-        ended = perf_counter()
+        forward, ended = stopwatch.stop(), perf_counter()
         if pack.has_kept_region:
             call = replace(call, inside_reason="regions of it keep their activations")
         build = partial(
@@ -204,16 +206,20 @@ def _run_segment(
             arguments=[(weakref.ref(one), version_of(one)) for one in arguments if not _is_copied(one)],
             is_mutated=selection is not None and selection.is_mutated,
         )
-        frame, kept = _kept(destination, call, recorder, pending, returned, table.handles, build, ended - started)
+        frame, kept = _kept(destination, call, recorder, pending, returned, table.handles, build, forward)
         table.unpack_by(frame.unpack)
-    function_s = ended - started - recorder.own_s
-    _report(log, frame, function_s, perf_counter() - began - function_s, pack.packed_bytes - _kept_bytes(call))
+    overhead_s = perf_counter() - began - (ended - started - recorder.own_s)
+    _report(log, frame, forward, recorder.own_s, overhead_s, pack.packed_bytes - _kept_bytes(call))
     return kept
 
 
-def _report(log: CallLog, frame: Frame, function_s: float, overhead_s: float, saved_bytes: int) -> None:
+def _report(
+    log: CallLog, frame: Frame, forward: Duration, recorded_s: float, overhead_s: float, saved_bytes: int
+) -> None:
+    # On an accelerator the recorder delays only the host, unless the device has nothing left to do.
+    function = forward - recorded_s if isinstance(forward, float) else forward
     try:
-        log.forward(frame, function_s, overhead_s, saved_bytes)
+        log.forward(frame, function, overhead_s, saved_bytes)
     except Exception as error:  # telemetry must not end a forward
         log_once(error)
 
@@ -348,14 +354,14 @@ def _kept(
     returned: list[Any],
     handles: Handles,
     build: Callable[..., Frame],
-    forward_s: float,
+    forward: Duration,
 ) -> tuple[Frame, Any]:
     """Returns the result of `_keep`. After an unexpected error, the trainer recomputes the segment.
 
     Takes and returns what `_keep` does.
     """
     try:
-        return _keep(destination, call, recorder, pending, returned, handles, build, forward_s)
+        return _keep(destination, call, recorder, pending, returned, handles, build, forward)
     except NotRemoteError:
         raise
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
@@ -391,7 +397,7 @@ def _keep(
     returned: list[Any],
     handles: Handles,
     build: Callable[..., Frame],
-    forward_s: float,
+    forward: Duration,
 ) -> tuple[Frame, Any]:
     """Decides where the segment will be recomputed, and builds its frame.
 
@@ -403,7 +409,7 @@ def _keep(
         returned: A list with the return value of the call as its only item.
         handles: The handles of the call's saved tensors.
         build: Constructs the frame from what is decided here.
-        forward_s: Seconds that the call took.
+        forward: What the call took.
 
     Returns:
         The frame, and the value for the caller, whose outputs lead to the frame.
@@ -446,7 +452,7 @@ def _keep(
     if not local_reason:
         assert pending is not None
         segment = RecordedSegment(call, program, sources, uses, predecessors)
-        remote, program, local_reason = _offer(destination, segment, pending, forward_s)
+        remote, program, local_reason = _offer(destination, segment, pending, forward)
     if remote is not None:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
     lineage = _lineage(destination, call, program)
@@ -471,11 +477,11 @@ def _keep(
 
 
 def _offer(
-    destination: Destination, segment: RecordedSegment, pending: PendingCall, forward_s: float
+    destination: Destination, segment: RecordedSegment, pending: PendingCall, forward: Duration
 ) -> tuple[RemoteSegment | None, Program, str]:
     """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
     try:
-        return *destination.save(segment, pending, forward_s), ""
+        return *destination.save(segment, pending, forward), ""
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         return None, segment.program, _not_taken(segment.call, Refusal.of(error))
 

@@ -7,6 +7,7 @@ from backhaul._observe.report import Decision, SegmentLog
 from backhaul._observe.telemetry import Telemetry
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice
+from backhaul_runtime.tensors.durations import Duration, wait_s
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.telemetry import MAX_SPANS
 
@@ -45,10 +46,10 @@ class CallLog:
         self.decision: Decision | None = None
         self.reason = ""
         self.is_fallback = False
-        self.function_s = 0.0
-        self._backward_s = 0.0
+        self._function: Duration = 0.0
+        self._backward_factor = 0.0
         self.overhead_s = 0.0
-        self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, float]] = []
+        self.spans: list[tuple[telemetry_pb2.Lane.ValueType, float, Duration]] = []
         self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
         self.saved_bytes = 0
         self.largest_drift = 0.0
@@ -59,20 +60,22 @@ class CallLog:
         """The name of the checkpointed function or module."""
         return self._log.name
 
-    def forward(self, frame: object, function_s: float, overhead_s: float, saved_bytes: int) -> None:
+    def forward(self, frame: object, function: Duration, overhead_s: float, saved_bytes: int) -> None:
         """Notes a forward that has just ended.
 
         Args:
             frame: The frame of the segment. When it dies, the call is complete.
-            function_s: Seconds that the function took by itself.
-            overhead_s: Seconds that Backhaul added.
+            function: What the function took by itself.
+            overhead_s: Seconds for which Backhaul occupied the thread.
             saved_bytes: Bytes that autograd saved, minus those that the trainer keeps.
         """
         self.saved_bytes = saved_bytes
         if self._telemetry is None:
             return
-        self.function_s, self.overhead_s = function_s, overhead_s
-        self.spans.append((Lane.LANE_FORWARD, time() - function_s - overhead_s, function_s))
+        self._function, self.overhead_s = function, overhead_s
+        self._span(
+            Lane.LANE_FORWARD, _began_at_s(function) - (overhead_s if isinstance(function, float) else 0.0), function
+        )
         self._frame = self._telemetry.hold(frame, saved_bytes, overhead_s)
 
     @property
@@ -80,27 +83,27 @@ class CallLog:
         """Whether forward has ended and no backward can need the segment any more."""
         return self._frame is not None and self._frame() is None
 
-    def add(self, decision: Decision, took_s: float) -> None:
-        """Counts a recomputation that has just ended, and the seconds for which backward waited for it."""
-        self._log.add(decision, took_s)
+    def add(self, decision: Decision, took: Duration) -> None:
+        """Counts a recomputation that has just ended, and the time for which backward waited for it."""
+        self._log.add(decision, took)
         # Kept activations say more about the call than a recomputation of its first part.
         if self.decision is not Decision.KEPT:
             self.decision = decision
         on_trainer = decision is Decision.TRAINER
-        self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, time() - took_s, took_s)
+        self._span(Lane.LANE_TRAINER if on_trainer else Lane.LANE_WAIT, _began_at_s(took), took)
         if self._telemetry is not None:
-            spared_s = 0.0 if on_trainer else self.function_s
-            if decision is Decision.GRADIENTS:
-                spared_s += self._backward_s  # the seconds waited are those of this backward, too
-            self._telemetry.recomputed(decision, 0.0 if on_trainer else took_s, spared_s)
-        self._backward_s = 0.0
+            # The time waited is that of the backward, too.
+            factor = 1 + self._backward_factor if decision is Decision.GRADIENTS else 1.0
+            spared = 0.0 if on_trainer else self._function
+            self._telemetry.recomputed(decision, 0.0 if on_trainer else took, spared, factor)
+        self._backward_factor = 0.0
 
-    def wait(self, took_s: float) -> None:
-        """Adds seconds for which backward waited until now."""
-        self._log.wait(took_s)
-        self._span(Lane.LANE_WAIT, time() - took_s, took_s)
+    def wait(self, took: Duration) -> None:
+        """Adds a time for which backward waited until now."""
+        self._log.wait(took)
+        self._span(Lane.LANE_WAIT, _began_at_s(took), took)
         if self._telemetry is not None:
-            self._telemetry.waited(took_s)
+            self._telemetry.waited(took)
 
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
         """Counts the bytes of messages."""
@@ -142,7 +145,7 @@ class CallLog:
         if timing.backward_at_s:
             # The trainer never runs this backward. It would be slower than its forward by as much as on the worker.
             ratio = timing.backward_s / timing.recompute_s if timing.recompute_s > 0 else _USUAL_BACKWARD
-            self._backward_s = self.function_s * min(max(ratio, 0.0), _LONGEST_BACKWARD)
+            self._backward_factor = min(max(ratio, 0.0), _LONGEST_BACKWARD)
             ready_at_s = max(timing.requested_at_s, ended_at_s)
             self._span(Lane.LANE_QUEUE, ready_at_s - clock_offset_s, timing.backward_at_s - ready_at_s)
             self._span(Lane.LANE_BACKWARD, timing.backward_at_s - clock_offset_s, timing.backward_s)
@@ -188,7 +191,8 @@ class CallLog:
             self._telemetry.events.add(kind, text, worker=self.worker, segment=self.name)
 
     def to_message(self) -> telemetry_pb2.SegmentCall:
-        """Returns the call as a message of a report."""
+        """Returns the call as a message of a report. Waits for what is being measured."""
+        spans = ((lane, began_at_s, wait_s(took)) for lane, began_at_s, took in list(self.spans)[-MAX_SPANS:])
         return telemetry_pb2.SegmentCall(
             step=self.step,
             number=self.number,
@@ -200,7 +204,7 @@ class CallLog:
             is_fallback=self.is_fallback,
             spans=[
                 telemetry_pb2.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s)
-                for lane, began_at_s, took_s in list(self.spans)[-MAX_SPANS:]
+                for lane, began_at_s, took_s in spans
             ],
             up_bytes=self.up_bytes,
             down_bytes=self.down_bytes,
@@ -215,6 +219,11 @@ class CallLog:
     def _counted_step(self) -> int | None:
         return self.step if self._telemetry is not None else None
 
-    def _span(self, lane: telemetry_pb2.Lane.ValueType, began_at_s: float, took_s: float) -> None:
-        if self._telemetry is not None and took_s > 0:
-            self.spans.append((lane, began_at_s, took_s))
+    def _span(self, lane: telemetry_pb2.Lane.ValueType, began_at_s: float, took: Duration) -> None:
+        if self._telemetry is not None and not (isinstance(took, float) and took <= 0):
+            self.spans.append((lane, began_at_s, took))
+
+
+def _began_at_s(took: Duration) -> float:
+    """Returns when something began that has ended on the host now, in seconds since 1970."""
+    return time() - took if isinstance(took, float) else took.began_at_s

@@ -4,10 +4,12 @@ import logging
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from backhaul_runtime.process.logs import about
+from backhaul_runtime.tensors.durations import Duration, DurationSum
 
 logger = logging.getLogger("backhaul")
 
@@ -54,7 +56,8 @@ class SegmentReport:
         name: The name of the checkpointed function or module.
         calls: The number of forward calls.
         decisions: Number of recomputations by decision, and of calls whose activations were kept.
-        wait_s: Seconds for which backward waited for these segments.
+        wait_s: Seconds for which backward waited for these segments. On an accelerator, seconds for which they held up
+            the device: while it still does work that was queued before, nothing waits.
         fallbacks: Number of segments that were meant for a worker but ran on the trainer.
         reasons: Why the trainer recomputed segments, with counts.
         kept: Why activations were kept, with counts.
@@ -254,7 +257,7 @@ class SegmentLog:
     session: str = ""
     _calls: int = 0
     _decisions: Counter[Decision] = field(default_factory=Counter)
-    _wait_s: float = 0.0
+    _wait: DurationSum = field(default_factory=DurationSum)
     _fallbacks: int = 0
     _reasons: Counter[str] = field(default_factory=Counter)
     _kept: Counter[str] = field(default_factory=Counter)
@@ -271,16 +274,16 @@ class SegmentLog:
         with self._lock:
             self._calls += 1
 
-    def add(self, decision: Decision, wait_s: float) -> None:
-        """Counts a recomputation, and the seconds for which backward waited for it."""
+    def add(self, decision: Decision, wait: Duration) -> None:
+        """Counts a recomputation, and the time for which backward waited for it."""
         with self._lock:
             self._decisions[decision] += 1
-            self._wait_s += wait_s
+            self._wait.add(wait)
 
-    def wait(self, wait_s: float) -> None:
-        """Adds seconds for which backward waited."""
+    def wait(self, wait: Duration) -> None:
+        """Adds a time for which backward waited."""
         with self._lock:
-            self._wait_s += wait_s
+            self._wait.add(wait)
 
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
         """Counts the bytes of messages."""
@@ -347,13 +350,14 @@ class SegmentLog:
         self.on_trainer(reason, is_said=is_said, step=step)
 
     def report(self) -> SegmentReport:
-        """Returns the current counts."""
+        """Returns the current counts, after a wait for what is being measured."""
+        wait_s = self._wait.wait()  # without the lock, which training takes
         with self._lock:
             return SegmentReport(
                 self.name,
                 self._calls,
                 dict(self._decisions),
-                self._wait_s,
+                wait_s,
                 self._fallbacks,
                 dict(self._reasons),
                 dict(self._kept),
@@ -371,12 +375,12 @@ class Journal:
 
     Attributes:
         session: Id of the session, for log lines.
-        block: The last accumulation block; None if there was none.
+        block: Returns the report of the last accumulation block, after a wait for its end; None if there was none.
     """
 
     def __init__(self, session: str = "") -> None:
         self.session = session
-        self.block: BlockReport | None = None
+        self.block: Callable[[], BlockReport] | None = None
         self._logs: dict[str, SegmentLog] = {}
         self._lock = threading.Lock()  # guards the dict of logs
 
@@ -396,4 +400,5 @@ class Journal:
         """
         with self._lock:
             logs = list(self._logs.values())
-        return Report(tuple(log.report() for log in logs), self.block, copied_bytes)
+        block = self.block
+        return Report(tuple(log.report() for log in logs), None if block is None else block(), copied_bytes)

@@ -26,6 +26,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.threads import only_in
+from backhaul_runtime.tensors.durations import Duration, DurationSum
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -77,14 +78,14 @@ class _Totals:
     names: Counter[str] = field(default_factory=Counter)
     decisions: Counter[Decision] = field(default_factory=Counter)
     fallbacks: int = 0
-    wait_s: float = 0.0
+    wait: DurationSum = field(default_factory=DurationSum)
     overhead_s: float = 0.0
-    spared_s: float = 0.0
+    spared: DurationSum = field(default_factory=DurationSum)
     up_bytes: int = 0
     down_bytes: int = 0
     saved_bytes: int = 0
     spared_bytes: int = 0
-    block: BlockReport | None = None
+    block: Callable[[], BlockReport] | None = None
 
 
 class Telemetry:
@@ -119,7 +120,7 @@ class Telemetry:
         self._now = _Totals(0)
         self._has_explicit_steps = False
         self._calls: deque[ReportedCall] = deque()
-        self._steps: deque[tuple[telemetry_pb2.Step, Any, Context | None]] = deque()
+        self._steps: deque[tuple[telemetry_pb2.Step, _Totals, Any, Context | None]] = deque()
         self._held_bytes = 0
         self._peak_held_bytes = 0
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
@@ -170,17 +171,24 @@ class Telemetry:
             self._now.overhead_s += overhead_s
         return self._endings.watch(frame, saved_bytes)
 
-    def recomputed(self, decision: Decision, wait_s: float, spared_s: float) -> None:
-        """Counts a recomputation."""
+    def recomputed(self, decision: Decision, wait: Duration, spared: Duration, factor: float) -> None:
+        """Counts a recomputation.
+
+        Args:
+            decision: Where it ran, and what it returned.
+            wait: For how long backward was blocked.
+            spared: What the trainer was spared, before it is multiplied by `factor`.
+            factor: The number that `spared` is multiplied by, at least 1.
+        """
         with self._lock:
             self._now.decisions[decision] += 1
-            self._now.wait_s += wait_s
-            self._now.spared_s += spared_s
+            self._now.wait.add(wait)
+            self._now.spared.add(spared, factor)
 
-    def waited(self, wait_s: float) -> None:
-        """Adds seconds for which backward was blocked."""
+    def waited(self, wait: Duration) -> None:
+        """Adds a time for which backward was blocked."""
         with self._lock:
-            self._now.wait_s += wait_s
+            self._now.wait.add(wait)
 
     def moved(self, up_bytes: int, down_bytes: int) -> None:
         """Counts the bytes of messages."""
@@ -198,8 +206,8 @@ class Telemetry:
         with self._lock:
             self._now.fallbacks += 1
 
-    def block_ended(self, block: BlockReport) -> None:
-        """Notes an accumulation block that has just ended."""
+    def block_ended(self, block: Callable[[], BlockReport]) -> None:
+        """Notes an accumulation block that has just ended, whose report is read later."""
         with self._lock:
             self._now.block = block
 
@@ -229,18 +237,15 @@ class Telemetry:
                 activations=now.decisions[Decision.ACTIVATIONS],
                 on_trainer=now.decisions[Decision.TRAINER],
                 fallbacks=now.fallbacks,
-                wait_s=now.wait_s,
                 overhead_s=now.overhead_s,
-                spared_s=now.spared_s,
                 up_bytes=now.up_bytes,
                 down_bytes=now.down_bytes,
                 spared_bytes=now.spared_bytes,
                 saved_bytes=max(0, now.saved_bytes),
                 peak_saved_bytes=max(0, self._peak_held_bytes),
-                block=_block_message(now.block) if now.block is not None else None,
             )
             context = self._traces.context() if self._traces is not None else None
-            self._steps.append((step, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
+            self._steps.append((step, now, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
             if len(self._steps) > MAX_STEPS:  # Rule 2
                 self._steps.popleft()
                 self._dropped += 1
@@ -289,10 +294,10 @@ class Telemetry:
             self._run.is_closed = True
         if not self._run.world_size:  # the process group may be made after the session
             self._run.rank, self._run.world_size = rank_and_world()
-        messages = [_with_loss(step, loss) for step, loss, _ in steps]
+        messages = [_with_loss(_measured(step, totals), loss) for step, totals, loss, _ in steps]
         events = self.events.take(is_last=is_last)
         was_told = False
-        contexts = {step.number: context for step, _, context in steps if context is not None}
+        contexts = {step.number: context for step, *_, context in steps if context is not None}
         while messages or reported or events or is_last:
             report = telemetry_pb2.TrainerReport(
                 run=self._run,
@@ -325,6 +330,14 @@ def _block_message(block: BlockReport) -> telemetry_pb2.Block:
         ],
         held_bytes=block.held_bytes,
     )
+
+
+def _measured(step: telemetry_pb2.Step, totals: _Totals) -> telemetry_pb2.Step:
+    """Adds what the step's totals measure. Waits for their device."""
+    step.wait_s, step.spared_s = totals.wait.wait(), totals.spared.wait()
+    if totals.block is not None:
+        step.block.CopyFrom(_block_message(totals.block()))
+    return step
 
 
 def _with_loss(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:

@@ -172,7 +172,7 @@ class UncollectedGradients:
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
             method,
             request,
-            LONGEST_S,
+            lambda: LONGEST_S,
             self._connection.silence_s,
             memory,
             answer,

@@ -11,6 +11,8 @@ NOTE [Bounds]
 4. Limits of time begin when the worker has everything that it needs: the request follows the upload of its segment.
    The upload itself has no limit but the silence that its own calls notice. So weights may take minutes to send, and an
    upload that waits for the trainer's own device does not blame the worker.
+5. The expected time of a run follows from what forward took. As long as an accelerator has not done that forward, and
+   none before it, the time is unknown and limits nothing.
 """
 
 import math
@@ -217,14 +219,18 @@ def with_liveness(messages: Iterable[T], watch: Liveness) -> Iterator[T]:
         yield message
 
 
-def longest_run_s(expected_s: float) -> float:
-    """Returns the seconds to wait for work that was expected to take `expected_s`."""
-    return max(SHORTEST_RUN_LIMIT_S, 4 * expected_s)
+Expected: TypeAlias = Callable[[], float | None]
+"""Returns the seconds that work should take; None while they are unknown (Rule 5)."""
 
 
-def longest_queue_s(expected_s: float) -> float:
-    """Returns the seconds that other work may take first, before work that was expected to take `expected_s`."""
-    return max(SHORTEST_QUEUE_LIMIT_S, 2 * expected_s)
+def longest_run_s(expected_s: float | None) -> float:
+    """Returns the seconds to wait for work that should take `expected_s`; infinity while that is unknown (Rule 4)."""
+    return math.inf if expected_s is None else max(SHORTEST_RUN_LIMIT_S, 4 * expected_s)
+
+
+def longest_queue_s(expected_s: float | None) -> float:
+    """Returns the seconds that other work may take before work that should take `expected_s`; see `longest_run_s`."""
+    return math.inf if expected_s is None else max(SHORTEST_QUEUE_LIMIT_S, 2 * expected_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +255,7 @@ class AnswerStream(Generic[R]):
     Args:
         method: A method of a stub.
         request: The message to call the method with.
-        expected_s: Seconds that the work should take.
+        expected_s: Returns the seconds that the work should take.
         silence_s: The longest silence in seconds, see NOTE [Bounds].
         memory: Shared memory in which tensors may arrive; None for none.
         answer: The number of the answer in shared memory.
@@ -262,7 +268,7 @@ class AnswerStream(Generic[R]):
         self,
         method: Any,
         request: Any,
-        expected_s: float,
+        expected_s: Expected,
         silence_s: float,
         memory: TrainerSharedMemory | None = None,
         answer: int = 0,
@@ -272,8 +278,7 @@ class AnswerStream(Generic[R]):
         offer: LaneOffer = NO_LANES,
     ) -> None:
         self._silence_s = silence_s
-        self._longest_run_s = longest_run_s(expected_s)
-        self._longest_queue_s = longest_queue_s(expected_s)
+        self._expected_s = expected_s
         self._running_since: float | None = None
         self._messages: queue.Queue[_Message] = queue.Queue(MAX_WAITING_MESSAGES)
         self._closed = threading.Event()
@@ -311,10 +316,9 @@ class AnswerStream(Generic[R]):
             self._check_queue(message.progress.ahead_s)
             if message.progress.running and self._running_since is None:
                 self._running_since = monotonic()
-            if self._running_since is None and monotonic() - asked > self._longest_run_s:
-                raise WorkerLostError(
-                    f"the worker has not started the segment after {self._longest_run_s:.1f} s", status="BUSY"
-                )
+            most_s = longest_run_s(self._expected_s())
+            if self._running_since is None and monotonic() - asked > most_s:
+                raise WorkerLostError(f"the worker has not started the segment after {most_s:.1f} s", status="BUSY")
         raise TransferError("the worker's answer ended before its result")
 
     def tensor(self, index: int) -> Tensor:
@@ -390,10 +394,7 @@ class AnswerStream(Generic[R]):
                 if self._has_ended:
                     raise self._lanes_lost(list(self._lane_calls))
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
-            if self._running_since is not None and monotonic() - self._running_since > self._longest_run_s:
-                raise WorkerLostError(
-                    f"the worker has run the segment for more than {self._longest_run_s:.1f} s", status="SLOW"
-                )
+            self._check_run()
         return None
 
     def _lanes_lost(self, lanes: Sequence[Lane]) -> WorkerLostError:
@@ -401,8 +402,14 @@ class AnswerStream(Generic[R]):
             self._offer.broke(lane)
         return WorkerLostError(f"{len(lanes)} of {len(self._offer.lanes)} further connections broke", status=LANE_LOST)
 
+    def _check_run(self) -> None:
+        if self._running_since is not None:
+            most_s = longest_run_s(self._expected_s())
+            if monotonic() - self._running_since > most_s:
+                raise WorkerLostError(f"the worker has run the segment for more than {most_s:.1f} s", status="SLOW")
+
     def _check_queue(self, queued_s: float) -> None:
-        if queued_s > self._longest_queue_s:
+        if queued_s > longest_queue_s(self._expected_s()):
             raise WorkerLostError(
                 f"the worker has {queued_s:.1f} s of other work queued, which takes longer than recomputing the "
                 "segment here",

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from backhaul._observe.call_log import CallLog
 from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.backward_chains import SpeculativeGradient
 from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, Liveness
+from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, Expected, Liveness
 from backhaul._worker_client.lanes import NO_LANES, LaneOffer
 from backhaul._worker_client.segment_upload import SegmentUpload
 from backhaul._worker_client.shared_memory import receiving
@@ -145,7 +146,7 @@ class SavedSegment:
         uploader: The uploader of that connection.
         save: The upload of the segment, as it was queued.
         log: The log of the call, for bytes and times.
-        expected_s: Seconds that a replay with its backward should take.
+        expected_s: Returns the seconds that a replay with its backward should take.
         reached: Called when a backward requests the segment. Returns the numbers of the segments that it will probably
             request next.
         accelerator: The CUDA device that the segment was computed on; None for one on the host alone.
@@ -160,7 +161,7 @@ class SavedSegment:
         uploader: Uploader,
         save: SegmentUpload,
         log: CallLog,
-        expected_s: float,
+        expected_s: Expected,
         reached: Callable[[], Sequence[int]],
         accelerator: torch.device | None = None,
     ) -> None:
@@ -233,7 +234,7 @@ class SavedSegment:
             key=key,
             start=start,
             upcoming_segments=expected if upcoming is None else upcoming,
-            expected_s=self._expected_s,
+            expected_s=self._expected_s() or 0.0,
             slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
             pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
             unsent_sources=sorted(unsent),
@@ -247,7 +248,9 @@ class SavedSegment:
                 self._uploader.stored.unlearn(outgoing.address for outgoing in outgoing_tensors)
                 return self._ask(request, outgoing_tensors, offer_lanes)
 
+        asked_s = perf_counter()
         result, tensors, received = self._repeated(ask)
+        took_s = perf_counter() - asked_s
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
         contributions = contributions_in(result, tensors, due, summed, kept)
@@ -261,7 +264,7 @@ class SavedSegment:
                 self._uploader.uncollected.commit(self.worker_session, key, parameters, round_number)
             return sources
 
-        return RemoteAnswer(_recomputed(result), contributions, stored, commit)
+        return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s)
 
     def _ask(
         self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor], offer_lanes: _Offer
@@ -326,7 +329,7 @@ class SavedSegment:
 
     def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
         tensors = receiver.tensors()
-        self._connection.ran(self._expected_s, result.timing.recompute_s + result.timing.backward_s)
+        self._connection.ran(self._expected_s() or 0.0, result.timing.recompute_s + result.timing.backward_s)
         self._log.answered(result.timing, self._connection.clock_offset_s)
         return result, tensors, receiver.addresses()
 
@@ -349,7 +352,7 @@ class SavedSegment:
             key=self._key(segment_pb2.OPERATION_RECOMPUTE),
             positions=wanted,
             upcoming_segments=self._reached(),
-            expected_s=self._expected_s,
+            expected_s=self._expected_s() or 0.0,
         )
         # Two nested functions that call each other would be a cycle, and the segment would stay on the worker until the
         # garbage collector runs.

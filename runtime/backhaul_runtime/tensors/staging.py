@@ -89,6 +89,15 @@ def present_moment(device: torch.device) -> Sequence[DeviceMoment]:
     return [DeviceMoment(device, event)]
 
 
+def timed_moment(device: torch.device) -> DeviceMoment | None:
+    """Returns the current point of the calling thread's stream, whose time is noted; None for a synchronous device."""
+    if (cuda := _cuda(device)) is None:
+        return None
+    event = cuda.Event(enable_timing=True, blocking=True)
+    event.record(cuda.current_stream(device))
+    return DeviceMoment(device, event)
+
+
 def last_moment(device: torch.device) -> Sequence[DeviceMoment]:
     """Returns a point in the past for an accelerator, for a reader that waits for nothing."""
     return [DeviceMoment(device)] if is_staged(device) else []

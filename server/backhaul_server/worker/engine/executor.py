@@ -16,6 +16,8 @@ GRACE_S = 2.0
 class Executor:
     """Runs jobs one by one in a thread. Construct and use it in a running event loop's thread; `close` ends it.
 
+    The host's clock measures jobs, because runs end with a wait for their device.
+
     Args:
         speculate: Returns a job that has begun already, or None. Called when no queued job can begin.
         overdue: Called with a job that still runs after `limit_s` and `GRACE_S`: a single op takes that long, which

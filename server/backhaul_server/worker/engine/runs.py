@@ -14,6 +14,7 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution, Replay
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.tensors.durations import Duration, Stopwatch, device_of_work, wait_s
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -36,13 +37,13 @@ class LiveReplay:
         replay: The replayed program with its graph and outputs.
         keeps_saved: Whether it kept the saved tensors, so that it can answer a recompute.
         began_at_s: When the replay began, in seconds since 1970.
-        took_s: Seconds that the replay took.
+        took: What the replay took, see NOTE [Durations].
     """
 
     replay: Replay
     keeps_saved: bool
     began_at_s: float
-    took_s: float
+    took: Duration
 
 
 class Origin(Protocol):
@@ -119,6 +120,11 @@ class SegmentInputs:
         """Whether all sources have their contents."""
         return all(derivation.is_filled for derivation in self.derivations)
 
+    @property
+    def device(self) -> torch.device:
+        """The device that the runs compute on."""
+        return device_of_work(self.sources)
+
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
         """Runs the program forward, after computing missing sources.
 
@@ -152,7 +158,7 @@ class SegmentInputs:
         return replayed
 
     def _replayed(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
-        began_at_s = time()
+        began_at_s, stopwatch = time(), Stopwatch(self.device)
         states = self.program.ambient_states
         try:
             with self.bounds.working(ambient_state.threads_of(states[0]) if states else torch.get_num_threads()):
@@ -166,7 +172,7 @@ class SegmentInputs:
                     check=self.bounds.check,
                     known=self.known,
                 )
-            return LiveReplay(replay, keep_saved, began_at_s, time() - began_at_s)
+            return LiveReplay(replay, keep_saved, began_at_s, stopwatch.stop())
         finally:
             torch.clear_autocast_cache()
 
@@ -275,7 +281,7 @@ def backward(
         chained: Sources that are outputs of earlier segments; the result also has their summed gradients.
     """
     ready = ready or work.replay(keep_saved=False)
-    began_at_s = time()
+    began_at_s, stopwatch = time(), Stopwatch(work.device)
     ambient_state.apply(start.state, ambient_state.capture())
     with work.bounds.working(ambient_state.threads_of(start.state)):
         contributions = ready.replay.backward(gradients)
@@ -284,7 +290,7 @@ def backward(
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
-    return RunResult(
+    result = RunResult(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
@@ -292,10 +298,11 @@ def backward(
         saved_sketches=ready.replay.saved_sketches,
         chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
         recompute_at_s=ready.began_at_s,
-        recompute_s=ready.took_s,
-        backward_at_s=began_at_s,
-        backward_s=time() - began_at_s,
+        recompute_s=wait_s(ready.took),
     )
+    took_s = wait_s(stopwatch.stop())  # the device has done the work already, as its digests were read
+    # An accelerator begins a backward when the replay that was queued before it is done.
+    return replace(result, backward_at_s=max(began_at_s, ready.began_at_s + result.recompute_s), backward_s=took_s)
 
 
 def _sums(contributions: Sequence[Contribution], wanted: Collection[int]) -> dict[int, Tensor]:
@@ -332,7 +339,7 @@ def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence
         sources=(),
         saved_sketches=replay.saved_sketches,
         recompute_at_s=ready.began_at_s,
-        recompute_s=ready.took_s,
+        recompute_s=wait_s(ready.took),
     )
 
 

@@ -22,6 +22,7 @@ from time import monotonic, time
 from backhaul_runtime.program.program import NODE_BYTES
 from backhaul_runtime.replay.schedule import Footprint, Schedule
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
+from backhaul_runtime.tensors.durations import known_s, wait_s
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.executor import Executor
@@ -160,7 +161,10 @@ class Speculator:
             segment.bounds.begin(charged, must_yield)
             try:
                 if inputs is not None:
-                    made.append(inputs.replay(keep_saved=not inputs.program.outputs, is_measured=is_measured))
+                    ready = inputs.replay(keep_saved=not inputs.program.outputs, is_measured=is_measured)
+                    # Otherwise replays would queue up on an accelerator, and a request would run after all of them.
+                    wait_s(ready.took)
+                    made.append(ready)
             except Exception:  # Rule 3
                 logger.debug("A speculative replay failed.", exc_info=True, extra=segment.about)
 
@@ -287,9 +291,10 @@ def _short_predecessors(segment: Segment) -> Iterator[Segment]:
     while len(predecessors := segment.saved_predecessors()) == 1:
         (segment,) = predecessors
         ready = segment.ready if segment.machine.phase is Phase.READY and segment.can_speculate else None
-        if ready is None or ready.took_s > left_s:
+        took_s = None if ready is None else known_s(ready.took)
+        if took_s is None or took_s > left_s:
             return
-        left_s -= ready.took_s
+        left_s -= took_s
         yield segment
 
 
