@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from time import monotonic
 
+import torch
 from torch import Tensor
 
 from backhaul._worker_client.compression import Compression
@@ -37,7 +38,7 @@ class WorkerHandle:
         self.connection = connection
         self.uploader = Uploader(connection, inflight_bytes, inflight_boundaries, compression)
         self.is_leaving = False
-        self.differences: dict[tuple[int, str, bool], Mapping[str, tuple[str, str]]] = {}
+        self.differences: dict[tuple[int, torch.device, bool], Mapping[str, tuple[str, str]]] = {}
         self._failed: WorkerSession | None = None  # the worker session that failed to return a tensor
 
     @property
