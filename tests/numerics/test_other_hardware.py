@@ -325,7 +325,7 @@ def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
     x = torch.randn(4, requires_grad=True)
 
     def fn(h: Tensor) -> Tensor:
-        worker.differences[worker_session.number, "cpu", False] = {"cpu": ("one", "another")}
+        worker.differences[worker_session.number, h.device, False] = {"cpu": ("one", "another")}
         return h.sin()
 
     session.checkpoint(fn, x).sum().backward()
