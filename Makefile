@@ -18,7 +18,12 @@ test: $(VENV)/.dev
 
 # What a GPU runs, on a simulated one that needs none: see tests/support/simulated_cuda/README.md.
 test-simulated-gpu: $(VENV)/.dev
-	PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda python -m pytest --numprocesses 2 tests/accelerators
+	$(SIMULATED) python -m pytest --numprocesses 2 tests/accelerators
+	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 -k 'telemetry or any_number' $(ON_ANY_DEVICE)
+
+# Tests that are written for the CPU and make all of their tensors on TEST_DEVICE.
+SIMULATED = PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda
+ON_ANY_DEVICE := tests/integration/test_telemetry.py tests/integration/test_accumulation.py
 
 # What only a GPU can tell, in at most 8 minutes, into gpu-results/: see tests/gpu_check/gpu-check.sh, which needs no make.
 gpu-check: $(VENV)/.dev
@@ -28,6 +33,7 @@ gpu-check: $(VENV)/.dev
 nightly: $(VENV)/.dev
 	$(PIP) --quiet nvidia-cuda-nvrtc # compiles kernels for GPUs on a machine without one
 	$(BIN)/python -m pytest -m nightly
+	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 $(ON_ANY_DEVICE)
 	$(MAKE) test-simulated-gpu test-browser test-distributed dist-test
 
 # Tests that take at most 0.25 s and start no worker process. Those in tests/pure run with torch blocked.

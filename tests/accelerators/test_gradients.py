@@ -101,3 +101,25 @@ def test_forward_never_waits_for_the_gpu(on_gpu: Checkpoint) -> None:
                 torch.cuda.set_sync_debug_mode("default")
             loss.backward()  # here, as the sender may still be in a copy whose warning would be an error outside
     assert waits == []
+
+
+def test_a_backward_inside_of_a_segment(gpu_worker: WorkerProcess, returns: str) -> None:
+    """Autograd would run it in a thread of the device, where the recorder is not."""
+
+    def slope(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+        def with_slope(x: Tensor) -> Tensor:
+            y = model(x).tanh()
+            (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            return (y * gradient).sin()
+
+        x = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
+        return checkpoint(with_slope, x * 1).sum(), [x]
+
+    def layer() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).cuda()
+
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        assert (
+            differing(train(partial(session.checkpoint, returns=returns), layer, slope), train(plainly, layer, slope))
+            == []
+        )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from support.bits import differing
+from backhaul_runtime.tensors.digest import device_sums
+from support.bits import differing, grad_of
 
 pytestmark = pytest.mark.usefixtures("simulation")
 
@@ -206,6 +207,7 @@ def test_memory_has_a_limit(simulation: Any) -> None:
     try:
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(1 << 20, device="cuda")
+        assert torch.ones(3, device="cuda").sum().item() == 3
     finally:
         simulation.settings(limit=16 << 30)
 
@@ -242,6 +244,31 @@ def test_a_compiled_kernel_is_one_launch(simulation: Any) -> None:
     kernel((4, 1, 1), (256, 1, 1), (values, 10, total))
     assert simulation.counters()["ops"] == {"count": 1}
     assert total.item() == 45
+
+
+def test_a_kernel_runs_in_two_streams_at_once() -> None:
+    data = [torch.randint(0, 256, (8 << 20,), dtype=torch.uint8).cuda() for _ in range(2)]
+    expected = [device_sums(part).cpu() for part in data]
+    torch.cuda.synchronize()
+    sums = []
+    for part in data:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            sums.append(device_sums(part))
+    torch.cuda.synchronize()
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(sums, expected, strict=True))
+
+
+def test_bits_do_not_depend_on_the_hosts_threads() -> None:
+    torch.set_num_threads(2)
+    norm, x = nn.LayerNorm(32).cuda(), torch.randn(64, 32)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        norm(x.cuda()).square().sum().backward()
+    torch.set_num_threads(1)
+    host = nn.LayerNorm(32)
+    host(x).square().sum().backward()
+    torch.cuda.synchronize()
+    ours = [grad_of(p).cpu() for p in norm.parameters()]
+    assert differing(ours, [p.grad for p in host.parameters()]) == []
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProces
         assert getattr(step, returns) == 3
         assert step.duration_s > step.wait_s > 0
         assert step.saved_bytes > 2 * 32 * 256 * 4  # of each block GELU's input and output, where nothing else is kept
-        assert step.peak_bytes > 1 << 20
+        assert step.peak_bytes > 1 << 19
     assert sum(call.up_bytes for call in calls) == report.up_bytes
     assert sum(call.down_bytes for call in calls) == report.down_bytes
 

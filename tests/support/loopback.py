@@ -37,6 +37,7 @@ from backhaul_server.worker.allowed import import_allowed
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.runs import RunResult, SegmentInputs
 from backhaul_server.worker.rpc.segment_answers import encode_contributions
+from support.devices import DEVICE
 
 
 class LoopbackSegment:
@@ -153,7 +154,7 @@ class Loopback:
         if recording.unrecorded_choices:
             raise Refusal(recording.unrecorded_choices)
         self.recordings.append(recording)
-        program = decode_program(encode_program(segment.program), torch.device("cpu"))
+        program = decode_program(encode_program(segment.program), torch.device(DEVICE))
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
         inputs = SegmentInputs(program, values, list(recording.generator_states), self.pins)

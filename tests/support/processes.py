@@ -15,12 +15,11 @@ import grpc
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.credentials import bearer
+from support.devices import DEVICE
 from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
-DEVICE = os.environ.get("BACKHAUL_TEST_DEVICE", "cpu")
-"""The device of workers that tests start without naming one. Their trainers' tensors are on the CPU."""
 _BEYOND_ALL_REPORTS = 2**64 - 1
 
 

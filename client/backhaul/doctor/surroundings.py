@@ -23,7 +23,7 @@ def look(fixed_bytes: float, device: torch.device) -> Surroundings:
 def _host_bytes_per_s(device: torch.device) -> float:
     """Returns the rate of a copy from an accelerator to pinned memory of its host."""
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
-    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     durations_s = []
     for _ in range(_COPIES):
         torch.cuda.synchronize(device)

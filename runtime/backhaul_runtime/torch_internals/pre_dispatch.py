@@ -16,6 +16,8 @@ NOTE [PreDispatch]
    method is replaced by one that takes what is there.
 7. A custom autograd function is no op. All calls of its `apply` reach `_FunctionBase.apply`, also if code has bound
    `apply` before, so a method of the same name in a class between them sees every call.
+8. Autograd runs the nodes of an accelerator in a thread of the device, which inherits the caller's switch but not its
+   stack. A backward inside of a mode therefore runs in the thread that calls it, where the mode sees its ops.
 """
 
 import threading
@@ -42,6 +44,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch reads it from every ProxyTorchDispatchMode
         self._dispatcher: Any = None
+        self._engine: Any = None
         _register_higher_order_ops(type(self))
 
     @classmethod
@@ -54,12 +57,14 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
             stale.__exit__(None, None, None)
         self._dispatcher = torch._C._EnablePythonDispatcher()
         self._dispatcher.__enter__()
+        self._engine = torch.autograd.set_multithreading_enabled(False)  # Rule 8; it acts at once
         # Not torch's __enter__: it notes in a variable of the process which modes are entered (Rule 3).
         _push_mode(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
         _pop_mode(torch._C.DispatchKey.PreDispatch)
+        self._engine.__exit__(*exception)
         self._dispatcher.__exit__(*exception)
 
     def __torch_dispatch__(
@@ -93,7 +98,10 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
     def within(self) -> Iterator[None]:
         """Takes the place of the mode that the thread is in, if any, until it is left."""
         before, was_on = _stack.get(_OURS), torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        with nullcontext() if was_on else torch._C._EnablePythonDispatcher():
+        with (
+            nullcontext() if was_on else torch._C._EnablePythonDispatcher(),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             _stack.set(_OURS, self)
             torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
             try:

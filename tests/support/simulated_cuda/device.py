@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 DEVICES = 2
-MEMORY_BYTES = 16 << 30
+MEMORY_BYTES = int(os.environ.get("SIMULATED_CUDA_BYTES", str(16 << 30)))
 NAME = "simulated accelerator"
 
 
@@ -33,6 +33,7 @@ def _load(name: str, path: str | Path) -> Any:
 native: Any = _load("_simulated_cuda", os.environ["SIMULATED_CUDA"])
 atexit.register(native.shutdown)
 native.settings(
+    limit=MEMORY_BYTES,
     lazy=os.environ.get("SIMULATED_CUDA_LAZY", "") == "1",
     delay_us=(0, int(os.environ.get("SIMULATED_CUDA_DELAY_US", "0"))),
     kernel_us=int(os.environ.get("SIMULATED_CUDA_KERNEL_US", "0")),

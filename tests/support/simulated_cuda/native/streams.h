@@ -1,5 +1,6 @@
 // Streams of the simulated device: each is a thread with a queue of tasks. Also its settings, and what it counts.
 #pragma once
+#include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
@@ -24,6 +25,8 @@
 #include <thread>
 #include <utility>
 #include <vector>
+
+extern "C" void omp_set_num_threads(int);  // of the OpenMP that torch brings
 
 namespace py = pybind11;
 using c10::Device, c10::DeviceIndex, c10::IValue, c10::Stream;
@@ -167,6 +170,10 @@ struct Queue {
     catch_up(completed_ns);
   }
   void run() {
+    // Some kernels of the host, such as LayerNorm's backward, sum up in an order that depends on the number of threads. A device
+    // gives the same bits in each process.
+    at::get_num_threads();  // initialises the number of this thread, once
+    omp_set_num_threads(1);
     at::AutoDispatchBelowADInplaceOrView below;
     for (;;) {
       Queued next;

@@ -1,8 +1,10 @@
-"""Put on a worker's PYTHONPATH by tests: writes down every event by which data could have become code."""
+"""A worker that writes down every event by which data could have become code: run it as `backhaul` is run."""
 
 import os
 import sys
 import time
+
+from backhaul._cli.main import main
 
 WATCHED = {
     "compile",
@@ -26,3 +28,4 @@ def _note(event: str, arguments: tuple[object, ...]) -> None:
 
 
 sys.addaudithook(_note)
+sys.exit(main())
