@@ -12,7 +12,7 @@ from backhaul import NotRemoteError, Session
 from backhaul._backward.lineage import Lineage
 from backhaul._dispatch import prediction
 from backhaul._dispatch.dispatcher import Dispatcher
-from backhaul._forward import checkpoint as forward
+from backhaul._forward import keep
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
 from backhaul._worker_client.segment_sender import SegmentSender
 from backhaul._worker_client.uploader import Uploader
@@ -33,18 +33,18 @@ STEPS: dict[str, tuple[Any, str]] = {
     "count a saved tensor": (SavedTensorHooks, "_count"),
     "predict a call": (prediction.CallSite, "predict"),
     "begin a call": (Dispatcher, "begin"),
-    "look for holders of outputs": (forward, "has_other_references"),
+    "look for holders of outputs": (keep, "has_other_references"),
     "find edges of sources": (SourceLedger, "edges"),
-    "decide": (forward, "decide"),
-    "cut the graph": (forward, "find_graph_uses"),
+    "decide": (keep, "decide"),
+    "cut the graph": (keep, "find_graph_uses"),
     "finish the program": (Recorder, "finish"),
     "offer a segment": (Dispatcher, "save"),
     "encode a program": (prediction, "encode_program"),
     "queue a segment": (Uploader, "save"),
     "find recipes": (Lineage, "find_recipes"),
-    "mark what a segment takes": (forward, "mark_given"),
-    "graft": (forward, "graft"),
-    "mark what a segment returns": (forward, "mark_returned"),
+    "mark what a segment takes": (keep, "mark_given"),
+    "graft": (keep, "graft"),
+    "mark what a segment returns": (keep, "mark_returned"),
     "drop copies": (Lineage, "release"),
 }
 

@@ -1,0 +1,270 @@
+"""Decides where a call that has ended is recomputed, and keeps what its backward needs instead of activations."""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from backhaul._backward.frame import Frame, RecordedSegment, Uses
+from backhaul._backward.handles import CheckpointedCall, Handles, awaited
+from backhaul._backward.lineage import Lineage, Recipe
+from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
+from backhaul._backward.remote_side import RemoteSegment
+from backhaul._dispatch.prediction import PendingCall
+from backhaul._forward.destination import Destination
+from backhaul._forward.graft import graft, origin_of
+from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
+from backhaul._forward.reference_counts import has_other_references
+from backhaul_runtime.errors import NotRemoteError, Refusal
+from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.durations import Duration
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals.private import (
+    container_node,
+    pytree,
+)
+
+
+class Graft(NamedTuple):
+    """A graft replaces the graph of the segment's inside, and backward requests gradients."""
+
+    uses: GraphUses
+
+
+class KeepInside(NamedTuple):
+    """The graph of the segment's inside stays, and backward requests activations."""
+
+    reason: str
+
+
+class Local(NamedTuple):
+    """The graph of the segment's inside stays, and no worker gets the segment.
+
+    Attributes:
+        reason: Why no worker gets the segment.
+        keeps_activations: Whether the trainer keeps activations that no program can express.
+    """
+
+    reason: str
+    keeps_activations: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EndedCall:
+    """A call that has ended, before it is decided what is kept of it.
+
+    Attributes:
+        destination: The dispatcher that segments go to.
+        call: The call, with its recording.
+        recorder: The recorder of the call.
+        pending: The object that `Destination.begin` returned for the call; None if `begin` failed.
+        returned: A list with the return value of the call as its only item.
+        handles: The handles of the call's saved tensors.
+        build: Constructs the frame from what is decided here.
+        forward: What the call took.
+    """
+
+    destination: Destination
+    call: CheckpointedCall
+    recorder: Recorder
+    pending: PendingCall | None
+    returned: list[Any]
+    handles: Handles
+    build: Callable[..., Frame]
+    forward: Duration
+
+
+def decide(
+    recorder: Recorder,
+    call: CheckpointedCall,
+    edges: Sequence[GradientEdge | None],
+    outputs: list[Tensor],
+    tensors: list[Tensor],
+    *,
+    is_held: bool,
+) -> Graft | KeepInside | Local:
+    """Decides where a segment is recomputed and what stays of its graph. A pure function.
+
+    Args:
+        recorder: The recorder of the call, which has ended.
+        call: The call that was recorded.
+        edges: The graph edge of each source; None for a source without gradient.
+        outputs: The tensors that the call created and returned and that require gradients.
+        tensors: All tensors that the call returned.
+        is_held: Whether something besides the return value refers to an output.
+    """
+    if call.recording.refusal is not None:
+        return Local(named(call.recording.refusal, outputs, recorder.first_sequence), keeps_activations=True)
+    if call.local_reason:
+        return Local(call.local_reason, keeps_activations=False)
+    if call.inside_reason:
+        return KeepInside(call.inside_reason)
+    if recorder.changeable_argument:  # the graph's own node sees such a change in backward, a worker's would not
+        return KeepInside(f"a custom function takes a {recorder.changeable_argument}, which may change before backward")
+    try:
+        return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
+    except Refusal as refusal:
+        return KeepInside(refusal.reason)
+
+
+def keep(ended: EndedCall) -> tuple[Frame, Any]:
+    """Decides where the segment will be recomputed, and builds its frame.
+
+    After an unexpected error, the trainer recomputes the segment.
+
+    Returns:
+        The frame, and the value for the caller, whose outputs lead to the frame.
+
+    Raises:
+        NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
+    """
+    try:
+        return _keep(ended)
+    except NotRemoteError:
+        raise
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        return _kept_here(ended, Refusal.of(error)), ended.returned[0]
+
+
+def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
+    call = ended.call
+    call.check_strict(refusal.reason, refusal.cause)
+    call.log.fallback(refusal.reason)
+    lineage = _lineage(ended, ended.recorder.so_far())
+    return ended.build(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
+
+
+def _lineage(ended: EndedCall, program: Program) -> Lineage:
+    call = ended.call
+    return Lineage(
+        call.name,
+        ended.destination.journal.session,
+        _call_site(),
+        program,
+        call.recording,
+        ended.destination.copies,
+        call.options.durability,
+    )
+
+
+def _keep(ended: EndedCall) -> tuple[Frame, Any]:
+    """Does what `keep` says, and lets unexpected errors pass."""
+    call, recorder, returned = ended.call, ended.recorder, ended.returned
+
+    def is_output(tensor: Tensor) -> bool:
+        return tensor.requires_grad and not recorder.passes_through(tensor)
+
+    is_held = has_other_references(returned, is_output)  # first, while no other variable refers to an output
+    tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
+    outputs = [tensor for tensor in tensors if is_output(tensor)]
+    edges = recorder.sources.edges()
+    sources = recorder.sources.tensors
+    decision = decide(recorder, call, edges, outputs, tensors, is_held=is_held)
+    if isinstance(decision, Graft):
+        graph_uses = decision.uses
+        program = recorder.finish(outputs, graph_uses.casts)
+        made = (*graph_uses.tensors[len(call.recording.sources) :], *outputs)
+        layouts = [*[source.layout for source in call.recording.sources], *map(layout_of, made)]
+        uses = Uses([len(of_one) for of_one in graph_uses.uses], layouts, len(graph_uses.stages) > 1)
+    else:
+        uses = Uses()
+        program = recorder.finish(early_stop=call.options.early_stop)
+        if isinstance(decision, Local) and decision.keeps_activations:
+            call.check_strict(decision.reason, call.recording.failure)
+            call.log.kept(decision.reason)
+        # Backward can ask for nothing: all that autograd saved is kept by the caller, or has died with its graph.
+        if not (program.saved_count and awaited(ended.handles)):
+            return ended.build(local_reason=_local_reason(decision)), returned[0]
+        del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
+    # Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
+    predecessors = []
+    if isinstance(decision, Graft) and not uses.is_staged:
+        predecessors = [
+            (index, *before)
+            for index, edge in enumerate(edges)
+            if edge is not None and (before := origin_of(edge)) is not None
+        ]
+    remote, local_reason = None, _local_reason(decision)
+    if not local_reason:
+        segment = RecordedSegment(call, program, sources, uses, predecessors)
+        remote, program, local_reason = _offer(ended, segment)
+    if remote is not None:
+        call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
+    lineage = _lineage(ended, program)
+    if remote is not None:
+        lineage.find_recipes(partial(_recipe, call, sources, edges))
+    mark_given(lineage, sources, edges)
+    frame = ended.build(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
+    if not isinstance(decision, Graft):
+        whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
+        if whole is not None:
+            lineage.program = whole
+            mark_returned(lineage, outputs)
+        value = returned[0]
+    else:
+        grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
+        mark_returned(lineage, grafted)
+        frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
+        value = _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
+    if remote is not None:  # last, because after an error the trainer recomputes from the copies that this drops
+        lineage.release()
+    return frame, value
+
+
+def _offer(ended: EndedCall, segment: RecordedSegment) -> tuple[RemoteSegment | None, Program, str]:
+    """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
+    assert ended.pending is not None
+    try:
+        return *ended.destination.save(segment, ended.pending, ended.forward), ""
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        return None, segment.program, _not_taken(segment.call, Refusal.of(error))
+
+
+def _not_taken(call: CheckpointedCall, refusal: Refusal) -> str:
+    call.check_strict(refusal.reason, refusal.cause)
+    note = call.log.on_trainer if refusal.is_chosen else call.log.fallback
+    note(refusal.reason, is_said=refusal.is_said)
+    return refusal.reason
+
+
+def _local_reason(decision: Graft | KeepInside | Local) -> str:
+    return decision.reason if isinstance(decision, Local) else ""
+
+
+def _recipe(
+    call: CheckpointedCall, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int
+) -> Recipe | None:
+    """Returns how a source follows from earlier segments; None if autograd's graph does not show it."""
+    edge = edges[index]
+    return None if edge is None else recipe_of(sources[index], call.recording.sources[index], edge)
+
+
+def _call_site() -> str:
+    """Returns the file and line of the innermost code that is neither ours nor torch's."""
+    at = sys._getframe()
+    while at.f_back is not None and at.f_code.co_filename.startswith(_INTERNAL):
+        at = at.f_back
+    return f"{at.f_code.co_filename}:{at.f_lineno}"
+
+
+_INTERNAL = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:
+    """Replaces tensors in a return value. Containers without such tensors stay the same objects."""
+    if pytree.tree_is_leaf(value):
+        return grafted.get(id(value), value)
+    node = container_node(value)
+    children, context = node.flatten_fn(value)
+    replaced = [_replaced(child, grafted) for child in children]
+    if all(new is old for new, old in zip(replaced, children, strict=True)):
+        return value
+    return node.unflatten_fn(replaced, context)
