@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import backhaul
 from support.devices import DEVICE
@@ -37,6 +38,10 @@ else:
     torch.sparse.check_sparse_tensor_invariants.disable()
     if DEVICE != "cpu":
         torch.set_default_device(DEVICE)
+
+# A slow machine must not fail a test, so no example of Hypothesis has a limit of time.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 RETURNS = ["gradients", "activations"]
 QUIET_S = 240.0

@@ -40,7 +40,6 @@ def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> N
     @settings(
         max_examples=examples,
         derandomize=derandomize,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
     )

@@ -1,6 +1,6 @@
 """The formulas that decide where a worker pays: figures known from elsewhere, and properties."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
@@ -75,33 +75,28 @@ def test_limits_of_deferral() -> None:
     assert a.deferred_limit(0.5, a.FULL_BACKWARD) == 1.5
 
 
-@settings(deadline=None)
 @given(BACKWARD)
 def test_at_the_threshold_a_step_takes_as_long_as_torchs(backward: float) -> None:
     assert a.blocking_ratio(a.blocking_threshold(backward), backward, 0) == approx(1)
 
 
-@settings(deadline=None)
 @given(POSITIVE, st.floats(1, 10), BACKWARD, st.floats(0, 2))
 def test_a_faster_worker_never_makes_a_step_longer(speed: float, times: float, backward: float, record: float) -> None:
     assert a.blocking_ratio(speed * times, backward, record) <= a.blocking_ratio(speed, backward, record)
     assert a.deferred_ratio(speed * times, backward, record) <= a.deferred_ratio(speed, backward, record)
 
 
-@settings(deadline=None)
 @given(POSITIVE, BACKWARD)
 def test_without_recording_a_deferred_step_reaches_the_limit(speed: float, backward: float) -> None:
     assert a.deferred_ratio(speed, backward, 0) == approx(1 / a.deferred_limit(speed, backward))
 
 
-@settings(deadline=None)
 @given(POSITIVE, BACKWARD, st.floats(0, 2))
 def test_deferring_is_never_slower_than_waiting(speed: float, backward: float, recording: float) -> None:
     waiting = a.blocking_ratio(speed, backward, recording)
     assert a.deferred_ratio(speed, backward, recording) <= waiting + recording + 1e-9
 
 
-@settings(deadline=None)
 @given(POSITIVE, POSITIVE, POSITIVE)
 def test_a_boundary_is_sent_within_the_forward_of_that_many_layers(size: float, rate: float, layer: float) -> None:
     layers = a.layers_that_hide_link(size, rate, layer)
@@ -109,28 +104,24 @@ def test_a_boundary_is_sent_within_the_forward_of_that_many_layers(size: float, 
     assert layers == 1 or size / rate > (layers - 1) * layer * (1 - 1e-9)
 
 
-@settings(deadline=None)
 @given(POSITIVE, POSITIVE, POSITIVE, BACKWARD)
 def test_that_many_tokens_take_as_long_as_the_weights(size: float, rate: float, token: float, backward: float) -> None:
     tokens = a.tokens_that_hide_weights(size, rate, token, backward)
     assert tokens * (1 + backward) * token == approx(2 * size / rate)
 
 
-@settings(deadline=None)
 @given(POSITIVE, st.integers(1, 64), POSITIVE)
 def test_longer_segments_need_less_bandwidth(size: float, layers: int, layer: float) -> None:
     one, doubled = (a.break_even_bytes_per_s(size, count, layer) for count in (layers, 2 * layers))
     assert one == approx(2 * doubled)
 
 
-@settings(deadline=None)
 @given(BACKWARD)
 def test_a_free_link_to_the_host_spares_the_recomputation(backward: float) -> None:
     assert a.offload_ratio(1, 1e12, 1, backward) == approx((1 + backward) / (2 + backward))
     assert a.offload_ratio(1e9, 1, 1, backward) > 1
 
 
-@settings(deadline=None)
 @given(POSITIVE)
 def test_data_parallelism_divides_the_batch(speed: float) -> None:
     assert a.data_parallel_ratio(speed, 0, 1, 1, 0) == approx(1 / (1 + speed))

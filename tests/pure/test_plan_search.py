@@ -128,7 +128,7 @@ def test_lengths_divide_the_layers_differently() -> None:
     assert {1, 80} <= {*lengths(80)}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.floats(0.1, 4), st.integers(1, 8), st.floats(1e5, 1e9))
 def test_every_plan_has_finite_values(layers: int, speed: float, micro_batches: int, rate: float) -> None:
     costs = replace(FREE, layers=layers)

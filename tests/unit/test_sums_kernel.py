@@ -33,7 +33,7 @@ def kernel_sums(kernel: Any, data: torch.Tensor, blocks: int) -> list[int]:
     return sums.tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(DTYPES), st.integers(0, 700), st.integers(0, 40), st.integers(1, 5), st.integers(0, 2**32))
 def test_the_sums_are_those_of_torch(
     kernel: Any, dtype: torch.dtype, size: int, offset: int, blocks: int, seed: int
