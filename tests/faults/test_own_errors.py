@@ -1,5 +1,6 @@
 """An error of Backhaul's own code in forward does not reach the user's: gradients are right, and the report says it."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -136,6 +137,25 @@ def test_an_error_of_the_sending_thread_is_a_fallback(
     assert differing(ours, plain) == []
     assert "sending failed: InjectedError: injected" in str(session.report())
     assert len([record for record in caplog.records if "Traceback" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("step_at", [(Uploader, "_release"), (Uploader, "_save")])
+def test_the_sending_thread_survives_errors(
+    step_at: tuple[type, str], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it ended, forward would wait for room in its queue for ever."""
+    own, calls = getattr(*step_at), itertools.count()
+
+    def failing_once(*args: Any) -> Any:
+        if next(calls) == 0:
+            raise InjectedError("injected")
+        return own(*args)
+
+    monkeypatch.setattr(*step_at, failing_once)
+    plain = expected()
+    for _ in range(6):  # more segments than may wait
+        assert differing(gradients(session.checkpoint), plain) == []
+    assert next(calls) > 1
 
 
 def test_an_error_of_the_user_passes(session: Session) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 import threading
 
 import pytest
@@ -19,6 +20,21 @@ def test_a_state_is_put_back() -> None:
         torch.backends.mkldnn.set_flags(_enabled=False)
         assert ambient_state.capture() != before
     assert ambient_state.capture() == before
+
+
+def test_a_setting_that_cannot_be_put_back_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients left off, nothing would be trained any more."""
+    threads = ambient_state.settings()["threads"]
+
+    def failing() -> None:
+        raise OSError("injected")
+
+    broken = {**ambient_state.settings(), "threads": dataclasses.replace(threads, read=failing)}
+    with pytest.raises(OSError, match="injected"), ambient_state.restored():
+        torch.set_grad_enabled(False)
+        torch.use_deterministic_algorithms(True)
+        monkeypatch.setattr(ambient_state, "settings", lambda: broken)
+    assert torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_state_is_applied_in_another_thread() -> None:

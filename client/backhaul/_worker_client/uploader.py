@@ -168,26 +168,28 @@ class Uploader:
                 item = self._queue.get(timeout=pause_s if held else None)
             except queue.Empty:
                 is_soon = False
-            if isinstance(item, DeathNotice):
-                item = self._endings.take(item)
-            if isinstance(item, _Release):
-                held.append(item)
-            if held and (not isinstance(item, _Release) or len(held) >= MOST_GATHERED):
-                held = self._release(held)
-                pause_s = REPEAT_S if held else GATHER_S
-            if isinstance(item, SegmentUpload):
-                self._save(item)
-            elif callable(item):
-                self._do(item)
-            elif item is None and is_soon:
-                return
-
-    @only_in("backhaul-upload")
-    def _do(self, then: Callable[[], None]) -> None:
-        try:
-            then()
-        except Exception:  # a bug of ours must not end the thread that forward waits for
-            logger.exception("A notice could not be handled.", extra=about(self._connection.run))
+            try:
+                if isinstance(item, DeathNotice):
+                    item = self._endings.take(item)
+                if isinstance(item, _Release):
+                    held.append(item)
+                if held and (not isinstance(item, _Release) or len(held) >= MOST_GATHERED):
+                    pause_s = REPEAT_S  # also after an error
+                    held = self._release(held)
+                    pause_s = REPEAT_S if held else GATHER_S
+                if isinstance(item, SegmentUpload):
+                    self._save(item)
+                elif callable(item):
+                    item()
+                elif item is None and is_soon:
+                    return
+            except Exception as error:  # a bug of ours must not end the thread that forward waits for
+                log_once(error)
+                if isinstance(item, SegmentUpload) and not item.saved.done():  # it causes a fallback instead
+                    item.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
+            finally:
+                if isinstance(item, SegmentUpload):
+                    self._leave(item)
 
     @only_in("backhaul-upload")
     def _save(self, save: SegmentUpload) -> None:
@@ -203,17 +205,15 @@ class Uploader:
                 self._connection.trouble(save.worker_session, error)
             error.__traceback__ = None  # the traceback leads to tensors, and the future keeps the error
             save.saved.set_exception(error)
-        except Exception as error:  # a bug of ours must cause a fallback instead of ending the thread
-            log_once(error)
-            save.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
-        finally:
-            # Whatever happened, forward must not wait for this segment any longer, or it would block for ever.
-            if save.is_predicted:  # the copies of a predicted segment are not used for recomputation
-                self._sent.put(save.sources)
-                save.sources = ()
-            with self._room:
-                self._waiting.discard(save)
-                self._room.notify_all()
+
+    def _leave(self, save: SegmentUpload) -> None:
+        """Makes room in the queue. Whatever happened to the segment, or forward would block for ever."""
+        if save.is_predicted:  # the copies of a predicted segment are not used for recomputation
+            self._sent.put(save.sources)
+            save.sources = ()
+        with self._room:
+            self._waiting.discard(save)
+            self._room.notify_all()
 
     @only_in("backhaul-upload")
     def _release(self, releases: Sequence[_Release]) -> list[_Release]:
@@ -232,7 +232,7 @@ class Uploader:
                 due += left
             except BackhaulError as error:
                 logger.debug("Segments were not released: %s", error, extra=about(self._connection.run))
-            except Exception:  # a bug of ours must not end the thread that forward waits for
+            except Exception:  # a bug of ours must not keep the other groups from being released
                 logger.exception("Segments could not be released.", extra=about(self._connection.run))
         return due
 

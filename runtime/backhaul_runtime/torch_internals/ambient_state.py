@@ -103,6 +103,19 @@ def apply(state: State, current: State) -> None:
             setting.write(value)
 
 
+def _restore(state: State) -> None:
+    """Gives the calling thread the settings of a state. An error at one of them does not keep the others from it."""
+    errors = list[BaseException]()
+    for setting, value in zip(settings().values(), state, strict=True):
+        try:
+            if setting.read() != value:
+                setting.write(value)
+        except BaseException as error:  # Ctrl-C, too: with gradients left off, nothing would be trained any more
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
 @contextmanager
 def restored() -> Iterator[None]:
     """Restores on exit the settings that the calling thread had on entry.
@@ -113,7 +126,7 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        apply(before, capture())
+        _restore(before)
         if torch.autocast_increment_nesting() == 1:  # the thread is in no region
             torch.clear_autocast_cache()
         torch.autocast_decrement_nesting()
