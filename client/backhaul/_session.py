@@ -51,7 +51,7 @@ from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.tls import files_of
 from backhaul_runtime.record.contents import FixedDigests
-from backhaul_runtime.tensors.durations import Stopwatch, device_of_work
+from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
 from backhaul_runtime.version import version
 
 if TYPE_CHECKING:

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from backhaul_runtime.tensors.durations import DeviceSpan, DurationSum, Stopwatch, known_s, wait_s
+from backhaul_runtime.tensors.durations import DeviceSpan, DurationSum, known_s, wait_s
+from backhaul_runtime.tensors.stopwatch import Stopwatch
 from support.streams import FakeCuda
 
 DEVICE = torch.device("cpu")  # of the host's tensors, which the fake device takes for its own

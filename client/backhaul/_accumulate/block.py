@@ -50,7 +50,8 @@ from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import Helper, SegmentLog
 from backhaul_runtime.errors import AccumulationError, BackhaulError
 from backhaul_runtime.record.contents import FixedDigests
-from backhaul_runtime.tensors.durations import Duration, Stopwatch
+from backhaul_runtime.tensors.durations import Duration
+from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
 

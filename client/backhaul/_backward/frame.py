@@ -44,8 +44,8 @@ from backhaul_runtime.replay.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
-from backhaul_runtime.tensors.durations import Stopwatch
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
+from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import (
     backward_pass,

@@ -27,8 +27,9 @@ from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import Refusal, log_once
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.tensors.durations import Duration, Stopwatch, device_of_work
+from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.layout import unsupported_reason
+from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
 from backhaul_runtime.torch_internals.private import (
     current_transforms_differentiate,
     is_in_forward_mode,

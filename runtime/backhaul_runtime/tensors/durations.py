@@ -15,15 +15,10 @@ NOTE [Durations]
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from time import perf_counter, time
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
-from backhaul_runtime.tensors.layout import device_of
-from backhaul_runtime.tensors.staging import DeviceMoment, timed_moment
+if TYPE_CHECKING:  # commands import this module, and start faster without torch
+    from backhaul_runtime.tensors.staging import DeviceMoment
 
 
 class DeviceSpan:
@@ -37,7 +32,7 @@ class DeviceSpan:
 
     __slots__ = ("_moments", "_seconds", "began_at_s")
 
-    def __init__(self, began: DeviceMoment, ended: DeviceMoment, began_at_s: float) -> None:
+    def __init__(self, began: "DeviceMoment", ended: "DeviceMoment", began_at_s: float) -> None:
         self._moments: tuple[DeviceMoment, DeviceMoment] | None = began, ended
         self._seconds = 0.0
         self.began_at_s = began_at_s
@@ -66,25 +61,6 @@ class DeviceSpan:
 
 Duration: TypeAlias = float | DeviceSpan
 """Seconds of the host, or a span of an accelerator that may not be over yet."""
-
-
-class Stopwatch:
-    """Measures the work that the calling thread does or queues from now until `stop`.
-
-    Args:
-        device: The device that does the work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._began = device, timed_moment(device)
-        self._began_at_s, self._began_s = (time(), 0.0) if self._began is not None else (0.0, perf_counter())
-
-    def stop(self) -> Duration:
-        """Returns the duration of the work so far. Call it in the same thread, under the same stream."""
-        ended = timed_moment(self._device)
-        if self._began is None or ended is None:
-            return perf_counter() - self._began_s
-        return DeviceSpan(self._began, ended, self._began_at_s)
 
 
 def known_s(*durations: Duration | None) -> float | None:
@@ -143,14 +119,3 @@ class DurationSum:
     def _take_in(self) -> None:
         while self._open and (seconds := self._open[0][0].seconds) is not None:
             self._seconds += self._open.popleft()[1] * seconds
-
-
-def device_of_work(tensors: Sequence[Tensor]) -> torch.device:
-    """Returns the device that code probably computes on.
-
-    Args:
-        tensors: The tensors that the code takes. Without any, it is the current accelerator if this process uses one.
-    """
-    if not tensors and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return torch.device("cuda", torch.cuda.current_device())
-    return device_of(tensors)

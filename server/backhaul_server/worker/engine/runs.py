@@ -14,8 +14,9 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution, Replay
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
-from backhaul_runtime.tensors.durations import Duration, Stopwatch, device_of_work, wait_s
+from backhaul_runtime.tensors.durations import Duration, wait_s
 from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from backhaul_runtime.wire.bundle import Bundle, bundle
