@@ -18,10 +18,7 @@ FOLDER = Path(__file__).parents[3] / "build/simulated_cuda"
 SHIM = """
 #include <cstring>
 struct Index { unsigned x, y, z; };
-<<<<<<< HEAD
-=======
 // Each stream is a thread, and two of them may run one kernel at the same time.
->>>>>>> c14765a (Run more tests on the simulated device, and backwards in segments)
 static thread_local Index gridDim{1, 1, 1}, blockDim{1, 1, 1}, blockIdx{0, 0, 0}, threadIdx{0, 0, 0};
 #define __global__
 #define __device__
