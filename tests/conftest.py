@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 import backhaul
 from support.devices import DEVICE
-from support.processes import WorkerProcess, open_files
+from support.processes import AUDITED, WorkerProcess, open_files
 
 if TYPE_CHECKING:
     from backhaul import Session
@@ -93,8 +92,7 @@ def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""
     noted = tmp_path_factory.mktemp("audit") / "events"
-    program = [str(Path(__file__).parent / "support/audited_worker.py")]
-    with WorkerProcess("--memory", "2GiB", environment={"AUDIT_FILE": str(noted)}, program=program) as process:
+    with WorkerProcess("--memory", "2GiB", environment={"AUDIT_FILE": str(noted)}, program=AUDITED) as process:
         with backhaul.connect(process.address, silence_s=QUIET_S) as session:
             for returns in ("gradients", "activations"):
                 x = torch.randn(3, requires_grad=True)

@@ -22,11 +22,11 @@ from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
 from support.functions import CountingBackward, Hidden, ReadsModule, Scale
 from support.hostile import Hostile
-from support.processes import WorkerProcess
+from support.processes import AUDITED, WorkerProcess
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS / "support/audit"), str(TESTS)])}
+ENVIRONMENT = {"PYTHONPATH": str(TESTS)}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def noted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def operators(noted: Path) -> Iterator[WorkerProcess]:
     """A worker whose operator allows the functions of the tests."""
     environment = {**ENVIRONMENT, "AUDIT_FILE": str(noted)}
-    with WorkerProcess("--memory", "1GiB", "--allow", "support.functions", environment=environment) as process:
+    options = ("--memory", "1GiB", "--allow", "support.functions")
+    with WorkerProcess(*options, environment=environment, program=AUDITED) as process:
         yield process
 
 
@@ -185,9 +186,7 @@ def test_an_operators_mistakes_are_named(name: str, message: str) -> None:
 
 
 def test_a_worker_that_can_not_import_says_so() -> None:
-    with WorkerProcess(
-        "--allow", "not_installed_anywhere", environment=ENVIRONMENT | {"AUDIT_FILE": os.devnull}
-    ) as process:
+    with WorkerProcess("--allow", "not_installed_anywhere", environment=ENVIRONMENT) as process:
         assert process.process.wait(60) == 2
         assert "importing not_installed_anywhere failed" in process.logged()
 

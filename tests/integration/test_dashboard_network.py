@@ -21,7 +21,7 @@ def summary(dashboard: Dashboard, run: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: WorkerProcess) -> None:
     with (
-        Dashboard(worker.address) as dashboard,
+        Dashboard(worker.address).ready() as dashboard,  # the load is the difference from its first look
         backhaul.connect(worker.address, run="lora-32k", tags=("a", "b"), notes="two\nlines") as session,
     ):
         train(session, 8)

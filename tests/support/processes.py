@@ -20,6 +20,8 @@ from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
+AUDITED = (str(Path(__file__).parent / "audited_worker.py"),)
+"""A `program` that notes in the file `AUDIT_FILE` by which events data could have become code."""
 _BEYOND_ALL_REPORTS = 2**64 - 1
 
 
