@@ -21,6 +21,11 @@ test-simulated-gpu: $(VENV)/.dev
 	$(SIMULATED) python -m pytest --numprocesses 2 tests/accelerators
 	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 -k 'telemetry or any_number' $(ON_ANY_DEVICE)
 
+# Removes each wait for a device in turn: see tests/support/mutations.py.
+mutations: $(VENV)/.dev
+	$(SIMULATED) python -m support.mutations
+.PHONY: mutations
+
 # Tests that are written for the CPU and make all of their tensors on TEST_DEVICE.
 SIMULATED = PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda
 ON_ANY_DEVICE := tests/integration/test_telemetry.py tests/integration/test_accumulation.py
