@@ -71,11 +71,12 @@ test-browser: $(VENV)/.dev
 	@cd tests && $(abspath $(BIN))/python -m support.chromium --install
 	$(BIN)/python -m pytest -m browser --numprocesses 2 --dist loadgroup tests/browser --ignore tests/browser/test_screenshots.py
 
-# In CI: some of these tests, and all of them if the dashboard or the tests differ from where the branch left main, or on main from
-# the commit before. Where the history is too short to tell, all of them run.
+# In CI: some of these tests, and all of them if the dashboard or what they use differs from where the branch left main,
+# or on main from the commit before. Where the history is too short to tell, all of them run.
 BASE ?= $(shell left=$$(git merge-base HEAD origin/main 2>/dev/null); \
 	[ -n "$$left" ] && [ "$$left" != "$$(git rev-parse HEAD)" ] && echo $$left || echo HEAD~1)
-DASHBOARD := server/backhaul_server/dashboard tests/browser tests/support
+DASHBOARD := server/backhaul_server/dashboard tests/browser \
+	$(addprefix tests/support/,chromium.py dashboards.py pages.py prefix_proxy.py reporting.py shown.py)
 SMOKE := tests/browser/test_parts.py tests/browser/test_prefix.py
 test-browser-if-changed: $(VENV)/.dev
 	@if git diff --quiet $(BASE) -- $(DASHBOARD); then \

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("proto", "runtime", "client", "server", "benchmarks")
 REMOVED = {"wait_event", "wait_stream", "record_stream", "synchronize", "record"}
 LIMIT_S = 300
-TESTS = ("accelerators/test_gradients.py", "accelerators/test_waits.py", "accelerators/test_faults.py")
+TESTS = tuple(f"accelerators/test_{name}.py" for name in ("staging", "gradients", "waits", "faults", "two_devices"))
 
 
 class Site(NamedTuple):

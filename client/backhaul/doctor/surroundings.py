@@ -25,6 +25,7 @@ def _host_bytes_per_s(device: torch.device) -> float:
     source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     durations_s = []
+    # Only the times depend on the waits, so no simulated device can show that one of them is missing.
     for _ in range(_COPIES):
         torch.cuda.synchronize(device)
         began_s = perf_counter()

@@ -102,7 +102,7 @@ def undisturbed(values: Sequence[float]) -> float:
 
 def synchronise(device: torch.device) -> None:
     """Waits until an accelerator has finished its work."""
-    if device.type == "cuda":
+    if device.type == "cuda":  # times depend on it and nothing else, so no simulated device can show that it is missing
         torch.cuda.synchronize(device)
 
 

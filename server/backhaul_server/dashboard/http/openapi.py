@@ -51,5 +51,6 @@ def described(app: FastAPI, *, has_token: bool) -> dict[str, Any]:
     for methods in document["paths"].values():
         for route in methods.values():
             route["responses"]["401"] = DENIED
+    document["servers"] = [{"url": "../.."}]  # from the document: a proxy may serve it below any path prefix
     document["security"] = [{"token": []}, {"login": []}] if has_token else [{}]
     return document
