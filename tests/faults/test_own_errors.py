@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import backhaul
 from backhaul import NotRemoteError, Session
 from backhaul._backward.lineage import Lineage
 from backhaul._dispatch import prediction
@@ -23,7 +24,9 @@ from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import SourceLedger
+from conftest import QUIET_S
 from support.bits import differing
+from support.processes import WorkerProcess
 
 STEPS: dict[str, tuple[Any, str]] = {
     "note an op": (OpRecorder, "_begin"),
@@ -156,6 +159,18 @@ def test_the_sending_thread_survives_errors(
     for _ in range(6):  # more segments than may wait
         assert differing(gradients(session.checkpoint), plain) == []
     assert next(calls) > 1
+
+
+def test_a_session_closes_although_nothing_can_be_released(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise InjectedError("injected")
+
+    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        plain = expected()
+        monkeypatch.setattr(Uploader, "_release", failing)
+        assert differing(gradients(session.checkpoint), plain) == []
 
 
 def test_an_error_of_the_user_passes(session: Session) -> None:

@@ -224,7 +224,7 @@ Expected: TypeAlias = Callable[[], float | None]
 
 
 def longest_run_s(expected_s: float | None) -> float:
-    """Returns the seconds to wait for work that should take `expected_s`; infinity while that is unknown (Rule 4)."""
+    """Returns the seconds to wait for work that should take `expected_s`; infinity while that is unknown (Rule 5)."""
     return math.inf if expected_s is None else max(SHORTEST_RUN_LIMIT_S, 4 * expected_s)
 
 

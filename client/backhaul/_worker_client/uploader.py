@@ -181,8 +181,6 @@ class Uploader:
                     self._save(item)
                 elif callable(item):
                     item()
-                elif item is None and is_soon:
-                    return
             except Exception as error:  # a bug of ours must not end the thread that forward waits for
                 log_once(error)
                 if isinstance(item, SegmentUpload) and not item.saved.done():  # it causes a fallback instead
@@ -190,6 +188,8 @@ class Uploader:
             finally:
                 if isinstance(item, SegmentUpload):
                     self._leave(item)
+            if item is None and is_soon:  # from `close`, which waits for the end whatever failed here
+                return
 
     @only_in("backhaul-upload")
     def _save(self, save: SegmentUpload) -> None:

@@ -133,14 +133,8 @@ _OF_TENSORS = frozenset(
     {
         *("is_leaf", "requires_grad", "grad_fn", "retains_grad", "_version", "_base", "_is_view", "is_inference"),
         *("storage_offset", "untyped_storage", "storage", "_typed_storage", "data_ptr", "_backward_hooks"),
-        *(
-            "as_strided",
-            "as_strided_",
-            "as_strided_copy",
-            "as_strided_scatter",
-            "resize_",
-            "set_",
-        ),  # reach between rows
+        # These reach what lies between the elements.
+        *("as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "set_"),
         *("_post_accumulate_grad_hooks", "__class__", "__dict__", "__hash__", "__reduce__", "__reduce_ex__"),
         *("hash", "vars", "dir", "repr", "copy", "deepcopy"),
         *("is_anomaly_enabled", "is_anomaly_check_nan_enabled", "initial_seed", "get_rng_state", "manual_seed"),

@@ -95,9 +95,8 @@ class FootprintMeter:
             size = storage.size_bytes
             # What autograd saves, and outputs, live until backward; all else until the last node that reads it.
             replay.add(storage.made_by, end if _is_kept(storage) else storage.last_use, size)
-            if _is_kept(
-                storage
-            ):  # the caller holds an output to the end, autograd frees the rest at the node that saved it
+            # The caller holds an output to the end, autograd frees the rest at the node that saved it.
+            if _is_kept(storage):
                 backward.add(0 if storage.is_output else storage.saved_by or 0, end, size)
             # Its gradient exists from its last use, which backward reaches first, until the node that made it.
             if storage.requires_grad and (storage.uses or not storage.is_output):

@@ -126,10 +126,12 @@ def restored() -> Iterator[None]:
     try:
         yield
     finally:
-        _restore(before)
-        if torch.autocast_increment_nesting() == 1:  # the thread is in no region
-            torch.clear_autocast_cache()
-        torch.autocast_decrement_nesting()
+        try:
+            _restore(before)
+        finally:  # a later region must not use casts of this block
+            if torch.autocast_increment_nesting() == 1:  # the thread is in no region
+                torch.clear_autocast_cache()
+            torch.autocast_decrement_nesting()
 
 
 def threads_of(state: State) -> int:

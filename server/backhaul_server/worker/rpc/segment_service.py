@@ -234,7 +234,7 @@ class SegmentServicer(Servicer):
                 return None
             if submitted.answer.result().parts > MANY_PARTS:
                 return None
-            if not await self._is_computed(submitted.answer.result().bundle.tensors):
+            async for _ in self._until_computed(submitted.answer.result().bundle.tensors):
                 return None
             writer = self._shared_writer(segment.session, carried.message.answer)
             outgoing = batches(submitted.answer.result().bundle.tensors, writer)
@@ -343,7 +343,7 @@ class SegmentServicer(Servicer):
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             sums = answer.result()
-            while not await self._is_computed(sums.values()):
+            async for _ in self._until_computed(sums.values()):
                 self.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
             result = segment_pb2.CollectGradientsResult(slots=sums)
@@ -415,18 +415,19 @@ class SegmentServicer(Servicer):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
-        while not await self._is_computed(answer.result().bundle.tensors):
+        async for _ in self._until_computed(answer.result().bundle.tensors):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=True)
 
-    async def _is_computed(self, outgoing_tensors: Iterable[OutgoingTensor]) -> bool:
-        """Returns whether the device has computed these tensors. Waits up to `PROGRESS_INTERVAL_S` for that."""
+    async def _until_computed(self, outgoing_tensors: Iterable[OutgoingTensor]) -> AsyncIterator[None]:
+        """Yields after each `PROGRESS_INTERVAL_S`, until the device has computed these tensors. Raises its errors."""
         moments = _made(outgoing_tensors)
         if all(moment.has_come for moment in moments):
-            return True
+            return
         computing = asyncio.ensure_future(self._waits.computed(moments))
-        await asyncio.wait([computing], timeout=PROGRESS_INTERVAL_S)
-        return computing.done() and computing.result() is None  # raises what has gone wrong on the device
+        while not (await asyncio.wait([computing], timeout=PROGRESS_INTERVAL_S))[0]:
+            yield
+        computing.result()
 
 
 async def _encoded(result: RunResult, answer: Callable[[], bytes]) -> bytes:
