@@ -154,9 +154,9 @@ $(VENV)/.server: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 
 # Pip would compile on one core. Templates in some packages cannot be compiled, which is no error. Our own sources are
 # compiled too: tests start many processes, and an environment may forbid Python to write bytecode by itself.
-$(VENV)/.dev: pyproject.toml benchmarks/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
-	$(PIP) --quiet --no-compile --editable '.[server,dev]' --editable benchmarks
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib proto runtime client server benchmarks || true
+$(VENV)/.dev: pyproject.toml lab/pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
+	$(PIP) --quiet --no-compile --editable '.[server,dev]' --editable lab
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib proto runtime client server lab || true
 	@touch $@ $(VENV)/.server
 
 # Stubs need protobuf < 7 to be generated, the project itself runs on both: hence a venv of their own.
@@ -192,7 +192,7 @@ dist-test: $(VENV)/.dev
 
 # The README's picture, measured on this machine.
 picture: $(VENV)/.dev
-	$(BIN)/python benchmarks/draw_memory.py
+	$(BIN)/python lab/draw_memory.py
 
 .venv-proto/.done:
 	$(PYTHON) -m venv .venv-proto

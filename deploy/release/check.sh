@@ -11,7 +11,7 @@ borrow=${1:-}
 dist=build/dist
 rm -rf "$dist" build/empty
 "$PYTHON" -m hatchling build -d "$PWD/$dist"
-(cd benchmarks && "$PYTHON" -m hatchling build -d "../$dist") # the extra "bench" needs it
+(cd lab && "$PYTHON" -m hatchling build -d "../$dist") # the extra "lab" needs it
 
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 for file in "$dist/backhaul-$version-py3-none-any.whl" "$dist/backhaul-$version.tar.gz"; do

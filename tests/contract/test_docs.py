@@ -8,7 +8,7 @@ from pathlib import Path
 from support.commands import parse
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "lab/README.md"]
 FOLDERS = [
     ROOT,
     *(ROOT / folder for folder in ("client/backhaul", "runtime/backhaul_runtime", "server/backhaul_server")),

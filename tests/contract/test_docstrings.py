@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
-    for folder in ("runtime", "client", "server", "benchmarks")
+    for folder in ("runtime", "client", "server", "lab")
     for path in sorted((ROOT / folder).rglob("*.py"))
     if "_pb2" not in path.name
 ]

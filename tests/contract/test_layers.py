@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "benchmarks"]
-PACKAGES = ("backhaul", "backhaul_runtime", "backhaul_server")
+SOURCES = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "lab"]
+PACKAGES = ("backhaul", "backhaul_lab", "backhaul_runtime", "backhaul_server")
 PRIVATE_ATTRIBUTES = re.compile(
     r"_(base|version|cdata|is_view|is_zerotensor|schema|sequence_nr|set_sequence_nr|backward_cls|backward_hooks|"
     r"post_accumulate_grad_hooks|checkpoint_wrapped_module|modules|saved_\w+|raw_saved_\w+)"

@@ -15,17 +15,15 @@ PACKAGES = {
     "backhaul_runtime": ROOT / "runtime/backhaul_runtime",
     "backhaul": ROOT / "client/backhaul",
     "backhaul_server": ROOT / "server/backhaul_server",
-    "backhaul_bench": ROOT / "benchmarks/backhaul_bench",
-    "backhaul_experiment": ROOT / "benchmarks/backhaul_experiment",
+    "backhaul_lab": ROOT / "lab/backhaul_lab",
 }
 MAY_IMPORT = {
     "backhaul_proto": {"backhaul_proto"},
     "backhaul_runtime": {"backhaul_proto", "backhaul_runtime"},
     "backhaul": {"backhaul_proto", "backhaul_runtime", "backhaul"},
     "backhaul_server": {"backhaul_proto", "backhaul_runtime", "backhaul_server"},
-    "backhaul_bench": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_bench"},
+    "backhaul_lab": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_lab"},
 }
-MAY_IMPORT["backhaul_experiment"] = {*MAY_IMPORT["backhaul_bench"], "backhaul_experiment"}
 SOURCES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 PUBLIC = ["backhaul", "backhaul_runtime.errors"]
 
@@ -64,7 +62,7 @@ def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:
             assert "torch" not in imported(path), path
 
 
-@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server", "benchmarks"])
+@pytest.mark.parametrize("root", ["proto", "runtime", "client", "server", "lab"])
 def test_a_source_root_is_no_package(root: str) -> None:
     assert not (ROOT / root / "__init__.py").exists()
 
@@ -113,7 +111,7 @@ HELP = "from contextlib import suppress\nfrom backhaul._cli.main import main\nwi
         HELP.format(["top", "--help"]),
         HELP.format(["simulate", "--help"]),
         HELP.format(["simulate", "--costs", "docs/simulation.json"]),
-        "import backhaul.simulate.predictions",
+        "import backhaul_lab.simulate.predictions",
         HELP.format(["--version"]),
         "import backhaul_server.dashboard.http.app",
         "import backhaul_server.dashboard.command",

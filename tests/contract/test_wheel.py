@@ -1,4 +1,4 @@
-"""Tests of the wheel that users install, and of the distribution of the benchmarks."""
+"""Tests of the wheel that users install, and of the distribution of the lab."""
 
 import re
 import subprocess
@@ -59,10 +59,10 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
     }
 
 
-def test_the_benchmarks_have_the_version_of_the_project_and_need_it() -> None:
-    project, benchmarks = (
-        tomllib.loads((ROOT / file).read_text())["project"] for file in ("pyproject.toml", "benchmarks/pyproject.toml")
+def test_the_lab_has_the_version_of_the_project_and_needs_it() -> None:
+    project, lab = (
+        tomllib.loads((ROOT / file).read_text())["project"] for file in ("pyproject.toml", "lab/pyproject.toml")
     )
-    assert benchmarks["version"] == project["version"]
-    assert project["optional-dependencies"]["bench"] == [f"{benchmarks['name']}=={project['version']}"]
-    assert benchmarks["dependencies"] == [f"backhaul[server]=={project['version']}"]
+    assert lab["version"] == project["version"]
+    assert project["optional-dependencies"]["lab"] == [f"{lab['name']}=={project['version']}"]
+    assert lab["dependencies"] == [f"backhaul[server]=={project['version']}"]

@@ -17,7 +17,7 @@ import backhaul
 from backhaul import BackhaulError, SessionUnknownError, TransferError
 from backhaul._worker_client import lanes
 from backhaul._worker_client.deadlines import error_of
-from backhaul_bench.distant_proxy import DistantProxy
+from backhaul_lab.bench.distant_proxy import DistantProxy
 from backhaul_proto.v1 import session_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.tensors.digest import address_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 def main(repository: Path, site: Path) -> None:
     """Writes a `.dist-info` for each distribution of the checkout into a folder of sys.path."""
-    for file in (repository / "pyproject.toml", repository / "benchmarks/pyproject.toml"):
+    for file in (repository / "pyproject.toml", repository / "lab/pyproject.toml"):
         project = tomllib.loads(file.read_text())["project"]
         name, version = project["name"], project["version"]
         folder = site / f"{name.replace('-', '_')}-{version}.dist-info"

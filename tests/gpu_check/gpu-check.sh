@@ -28,7 +28,7 @@ if compgen -G "$repo/.whl/*.whl" > /dev/null; then
     "$python" -m pip install -q --no-index --no-deps --no-cache-dir --disable-pip-version-check --target "$site" "$repo"/.whl/*.whl ||
         echo "the wheels in .whl/ could not be installed"
 fi
-folders=$repo/proto:$repo/runtime:$repo/client:$repo/server:$repo/benchmarks:$repo/tests
+folders=$repo/proto:$repo/runtime:$repo/client:$repo/server:$repo/lab:$repo/tests
 # Behind what is there: the simulated device of the tests is loaded from PYTHONPATH, and its sitecustomize.py must stay first.
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$folders:$site
 "$python" "$repo/tests/gpu_check/entry_points.py" "$repo" "$site"

@@ -8,7 +8,7 @@ OPTIONAL = frozenset({"pynvml", "triton"})
 NEEDED = (
     *("torch", "numpy", "grpc", "google.protobuf", "xxhash", "zstandard", "fastapi", "uvicorn", "prometheus_client"),
     *("rich", "grpc_health.v1.health", "grpc_reflection.v1alpha.reflection", "pytest", "pynvml", "triton"),
-    *("backhaul", "backhaul_server.worker.main", "backhaul_server.dashboard.http.app", "backhaul_bench.child"),
+    *("backhaul", "backhaul_server.worker.main", "backhaul_server.dashboard.http.app", "backhaul_lab.bench.child"),
 )
 
 

@@ -11,9 +11,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from backhaul_bench import roundtrip, tenants
-from backhaul_bench.rounds import Plan
-from backhaul_bench.stage import Stage
+from backhaul_lab.bench import roundtrip, tenants
+from backhaul_lab.bench.rounds import Plan
+from backhaul_lab.bench.stage import Stage
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.
 def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Path) -> None:
     def answered(stage: Stage) -> bool:
         right = tenants.prepare(tmp_path)
-        command = [sys.executable, "-P", "-m", "backhaul_bench.tenant_client", stage.tcp_worker(), str(tmp_path)]
+        command = [sys.executable, "-P", "-m", "backhaul_lab.bench.tenant_client", stage.tcp_worker(), str(tmp_path)]
         stage.start(command, stage.trainer)
         return torch.equal(tenants.answer(tmp_path), right)
 

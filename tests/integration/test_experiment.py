@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from backhaul._cli.main import main
-from backhaul_bench.stage import descendants
-from backhaul_experiment.conduct.records import Records
-from backhaul_experiment.conduct.runner import machine
-from backhaul_experiment.nodes import cpu_shares, network
-from backhaul_experiment.plan.spec import read
+from backhaul_lab.bench.stage import descendants
+from backhaul_lab.experiment.conduct.records import Records
+from backhaul_lab.experiment.conduct.runner import machine
+from backhaul_lab.experiment.nodes import cpu_shares, network
+from backhaul_lab.experiment.plan.spec import read
 from conftest import wait_until
 from support.namespaces import require_namespaces
 
@@ -37,7 +37,7 @@ MODEL = """
 import itertools
 import os
 
-from backhaul_experiment.training.models import WideModel
+from backhaul_lab.experiment.training.models import WideModel
 
 calls = itertools.count()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import SettingError
-from backhaul_bench.distant_proxy import DistantProxy
+from backhaul_lab.bench.distant_proxy import DistantProxy
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.lanes import OVER_TCP, connected, connection_of, counted, joined

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor, nn
 
 import backhaul
-from backhaul_bench.distant_proxy import DistantProxy
+from backhaul_lab.bench.distant_proxy import DistantProxy
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_server.commands import certificates
 from conftest import QUIET_S, wait_until

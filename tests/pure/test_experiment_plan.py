@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_experiment.plan.axes import AXES, parse_bandwidth, parse_latency, show_bandwidth, show_latency
-from backhaul_experiment.plan.cells import Cell, SpecError, expand
-from backhaul_experiment.plan.shares import FOR_PROXIES, RESERVED, SMALLEST, shares_of
-from backhaul_experiment.plan.spec import parse, read
+from backhaul_lab.experiment.plan.axes import AXES, parse_bandwidth, parse_latency, show_bandwidth, show_latency
+from backhaul_lab.experiment.plan.cells import Cell, SpecError, expand
+from backhaul_lab.experiment.plan.shares import FOR_PROXIES, RESERVED, SMALLEST, shares_of
+from backhaul_lab.experiment.plan.spec import parse, read
 
 SHIPPED = sorted((Path(__file__).parents[2] / "examples/experiments").glob("*.toml"))
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_experiment.conduct.progress import show_seconds, time_left_s
-from backhaul_experiment.plan.axes import AXES
-from backhaul_experiment.plan.spec import CHARTS, parse
-from backhaul_experiment.report.charts import figures, loss_sentence, positions
-from backhaul_experiment.report.pages import write_report
-from backhaul_experiment.report.results import results
+from backhaul_lab.experiment.conduct.progress import show_seconds, time_left_s
+from backhaul_lab.experiment.plan.axes import AXES
+from backhaul_lab.experiment.plan.spec import CHARTS, parse
+from backhaul_lab.experiment.report.charts import figures, loss_sentence, positions
+from backhaul_lab.experiment.report.pages import write_report
+from backhaul_lab.experiment.report.results import results
 
 MACHINE = {
     "date": "2026-11-25T00:00:00+00:00",

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._cli.main import main
-from backhaul_bench import throttled_proxy
-from backhaul_bench.throttled_proxy import Bandwidth
-from backhaul_experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
-from backhaul_experiment.conduct.runner import Runner, open_fabric, schedule
-from backhaul_experiment.nodes.fabric import LocalFabric
-from backhaul_experiment.nodes.processes import NodeProcess, end_of
-from backhaul_experiment.plan.cells import Cell
-from backhaul_experiment.plan.spec import Experiment, parse
+from backhaul_lab.bench import throttled_proxy
+from backhaul_lab.bench.throttled_proxy import Bandwidth
+from backhaul_lab.experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
+from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, schedule
+from backhaul_lab.experiment.nodes.fabric import LocalFabric
+from backhaul_lab.experiment.nodes.processes import NodeProcess, end_of
+from backhaul_lab.experiment.plan.cells import Cell
+from backhaul_lab.experiment.plan.spec import Experiment, parse
 
 FAILED = {"status": "failed", "why": "trainer 0 has ended with code 1", "log": "", "shares": {}}
 

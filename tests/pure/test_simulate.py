@@ -9,16 +9,16 @@ from xml.etree import ElementTree
 import pytest
 
 from backhaul._cli.main import main
-from backhaul.simulate.costs import (
+from backhaul_lab.simulate.costs import (
     Costs,
     KnownCosts,
     Setup,
     step_of_torch_s,
     step_without_checkpointing_s,
 )
-from backhaul.simulate.deferred import BlockSetup, predict_block
-from backhaul.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
-from backhaul.simulate.model import predict
+from backhaul_lab.simulate.deferred import BlockSetup, predict_block
+from backhaul_lab.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
+from backhaul_lab.simulate.model import predict
 from backhaul_runtime.replay.schedule import Footprint
 
 FREE = Costs(
@@ -170,15 +170,6 @@ def test_the_committed_costs_can_be_read(capsys: pytest.CaptureFixture[str]) -> 
     committed = Path(__file__).parents[2] / "docs/simulation.json"
     assert main(["simulate", "--costs", str(committed)]) == 0
     assert "32 blocks" in capsys.readouterr().out
-
-
-def test_measuring_without_the_benchmarks_names_their_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("backhaul.simulate.command.entry_points", lambda **_: ())
-    assert main(["simulate"]) == 2
-    assert "pip install 'backhaul[bench]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("speeds", [[0.1], [0.3], [1.0], [3.0], [0.5, 0.25], [0.3] * 8, [1.0] * 8, [0.1, 1.0, 0.4]])

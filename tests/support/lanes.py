@@ -11,7 +11,7 @@ from typing import Any
 import backhaul
 from backhaul import Session
 from backhaul._worker_client.connection import Connection
-from backhaul_bench.counting_proxy import READ_BYTES, CountingProxy, shut
+from backhaul_lab.bench.counting_proxy import READ_BYTES, CountingProxy, shut
 from conftest import QUIET_S, wait_until
 from support.flips import on_every_channel
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("proto", "runtime", "client", "server", "benchmarks")
+SOURCES = ("proto", "runtime", "client", "server", "lab")
 REMOVED = {"wait_event", "wait_stream", "record_stream", "synchronize", "record"}
 LIMIT_S = 300
 TESTS = tuple(f"accelerators/test_{name}.py" for name in ("staging", "gradients", "waits", "faults", "two_devices"))

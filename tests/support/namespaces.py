@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from backhaul_experiment.nodes.network import HUB, Bridge, Host, obstacle
+from backhaul_lab.experiment.nodes.network import HUB, Bridge, Host, obstacle
 
 
 def require_namespaces() -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from backhaul_bench.counting_proxy import CountingProxy
+from backhaul_lab.bench.counting_proxy import CountingProxy
 
 
 class SlowProxy(CountingProxy):

@@ -13,15 +13,24 @@ import torch
 
 from backhaul._cli.main import main
 from backhaul.demo.model import Block
-from backhaul_bench import child, command, rounds
-from backhaul_bench.device import GROUPS
-from backhaul_bench.figures import FIGURES, Figure, Kind, Verdict, chosen
-from backhaul_bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
-from backhaul_bench.outcomes import Outcome, as_table, is_failed, of_counts, of_rounds, without_value
-from backhaul_bench.overlap import Lane, exposed
-from backhaul_bench.rounds import PACE, Alternative, Plan, Rounds, Spread, UnequalGradientsError, interleave, ratio_of
-from backhaul_bench.stage import Stage
-from backhaul_bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul_lab.bench import child, command, rounds
+from backhaul_lab.bench.device import GROUPS
+from backhaul_lab.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
+from backhaul_lab.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul_lab.bench.outcomes import Outcome, as_table, is_failed, of_counts, of_rounds, without_value
+from backhaul_lab.bench.overlap import Lane, exposed
+from backhaul_lab.bench.rounds import (
+    PACE,
+    Alternative,
+    Plan,
+    Rounds,
+    Spread,
+    UnequalGradientsError,
+    interleave,
+    ratio_of,
+)
+from backhaul_lab.bench.stage import Stage
+from backhaul_lab.bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul_proto.v1 import telemetry_pb2
 
 ISSUED = {
@@ -280,7 +289,7 @@ def test_unequal_gradients_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> N
     def measure(stage: Stage) -> None:
         raise UnequalGradientsError("1 of 2 gradients of ours and theirs are not equal")
 
-    monkeypatch.setattr("backhaul_bench.tenants.measure", measure)
+    monkeypatch.setattr("backhaul_lab.bench.tenants.measure", measure)
     outcomes = child.measure("tenants", Stage.of(0, 1, os.getpid()))
     assert [outcome.name for outcome in outcomes] == ["tenants", "tenants_fair"]
     assert all(outcome.verdict == "failed" and outcome.value is None for outcome in outcomes)
@@ -385,7 +394,7 @@ def test_what_can_not_be_done_is_said_before_anything_is_measured(
 
 
 def test_the_results_that_are_committed_can_be_read() -> None:
-    folder = Path(__file__).parents[2] / "benchmarks" / "results"
+    folder = Path(__file__).parents[2] / "lab" / "results"
     files = sorted(folder.glob("*.json"))
     assert files
     for file in files:
@@ -396,7 +405,7 @@ def test_the_results_that_are_committed_can_be_read() -> None:
 
 
 def test_the_command_and_the_clients_without_torch_do_not_import_it() -> None:
-    modules = "backhaul_bench.command, backhaul_bench.bare, backhaul_bench.tenant_client"
+    modules = "backhaul_lab.bench.command, backhaul_lab.bench.bare, backhaul_lab.bench.tenant_client"
     said = subprocess.run(
         [sys.executable, "-c", f"import sys, {modules}; print('torch' in sys.modules)"],
         capture_output=True,
@@ -424,14 +433,15 @@ def test_an_accelerator_has_the_figures_of_training(monkeypatch: pytest.MonkeyPa
         command._on_device(chosen(["tenants"]), "cuda")
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["--only", "growth"], ["--json=file", "--", "--version"]])
-def test_without_the_distribution_the_command_names_its_extra(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["bench", "experiment", "plan", "simulate"])
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--json=file", "--", "--version"]])
+def test_without_the_lab_its_commands_name_its_extra(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("backhaul._cli.registry.entry_points", lambda **_: ())
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *arguments])
-    assert capsys.readouterr().err.endswith("backhaul bench needs pip install 'backhaul[bench]'\n")
+        main([name, *arguments])
+    assert capsys.readouterr().err.endswith(f"backhaul {name} needs pip install 'backhaul[lab]'\n")
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
-    assert "needs pip install 'backhaul[bench]'" in capsys.readouterr().out
+    assert "needs pip install 'backhaul[lab]'" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from backhaul_runtime.version import version
 
 GROUP = "backhaul.commands"
-EXTRAS = {"bench": "bench", "experiment": "bench"}
+EXTRAS = dict.fromkeys(("bench", "experiment", "plan", "simulate"), "lab")
 """Commands of separate distributions, each with the extra that installs it."""
 
 

@@ -1,0 +1,1 @@
+"""Measures, predicts and compares trainings: `backhaul bench`, `experiment`, `plan` and `simulate`."""

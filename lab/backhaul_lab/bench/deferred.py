@@ -1,0 +1,173 @@
+"""Measures steps of 8 or 16 micro-batches of 256 tokens in an accumulation block of Backhaul."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from backhaul_lab.bench import throttle
+from backhaul_lab.bench.noise import Core
+from backhaul_lab.bench.outcomes import Outcome, of_counts, of_rounds
+from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
+from backhaul_lab.bench.stage import OVER_TCP, Stage, descendants
+from backhaul_lab.bench.steps import BLOCKS, on_trainer
+from backhaul_lab.bench.training import WIDTH, Checkpoint, Training, checkpoint_of_torch, compare
+
+if TYPE_CHECKING:
+    from backhaul._session import Session
+
+MICRO_BATCH = (1, 256)
+"""Batch size and length of a micro-batch."""
+MICRO_BATCHES = 8
+MANY = 16
+"""Micro-batches of a step beside a slow helper, which needs time to contribute."""
+HELPERS_SHARE = 0.3
+"""Share of a core that the slow helper gets."""
+RESTART_S = 60.0
+"""Longest time that a killed worker takes to be replaced, in seconds."""
+PLAN = Plan(most=8, warm=2, limit_s=100.0)  # the trainer's share follows the speeds measured in earlier blocks
+BOUNDARY_BYTES = 4 * MICRO_BATCH[0] * MICRO_BATCH[1] * WIDTH
+
+Block = AbstractContextManager[Any]
+
+
+class AccumulatingTraining(Training):
+    """A training whose steps have several micro-batches.
+
+    Args:
+        name: Name of the training in messages.
+        checkpoint: Function that runs a segment. None: without checkpointing.
+        accumulate: Opens an accumulation block. None: each backward blocks.
+        micro_batches: Number of micro-batches in a step.
+        is_adapted: Whether blocks are frozen and have LoRA adapters.
+
+    Attributes:
+        happen: Called with the number of each micro-batch before it begins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        checkpoint: Checkpoint | None,
+        accumulate: Callable[[], Block] | None = None,
+        *,
+        micro_batches: int = MICRO_BATCHES,
+        is_adapted: bool = False,
+    ) -> None:
+        super().__init__(name, BLOCKS, MICRO_BATCH, checkpoint, is_adapted=is_adapted)
+        self._accumulate = accumulate
+        self._micro_batches = micro_batches
+        self.happen: Callable[[int], None] = lambda _: None
+
+    def forward_backward(self) -> None:
+        """Runs the micro-batches of a step, without the optimizer."""
+        if self._accumulate is None:
+            for _ in range(self._micro_batches):
+                self.forward().backward()  # type: ignore[no-untyped-call]
+        else:
+            with self._accumulate() as block:
+                for number in range(self._micro_batches):
+                    self.happen(number)
+                    block.backward(self.forward())
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """Measures the figures defer_equal, defer_vs_none and defer_keep_vs_none."""
+    session = stage.session(returns="gradients")
+    keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
+    kept = AccumulatingTraining("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
+    rounds = _rounds(stage, [AccumulatingTraining("none", None), *_pair(session), kept])
+    note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
+    return [
+        of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
+        of_rounds("defer_vs_none", rounds, ratio_of("deferred", "none"), note),
+        of_rounds("defer_keep_vs_none", rounds, ratio_of("kept", "none"), note),
+    ]
+
+
+def measure_adapted(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_lora."""
+    session = stage.session(returns="gradients")
+    rounds = _rounds(stage, _pair(session, is_adapted=True))
+    note = on_trainer(session.report().fallbacks)
+    return [of_rounds("defer_lora", rounds, ratio_of("deferred", "torch"), note)]
+
+
+def measure_third(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_third: the helper has less than a third of the trainer's speed."""
+    session = stage.session(returns="gradients")
+    trainings = _pair(session, micro_batches=MANY)
+    with throttle.to(HELPERS_SHARE, stage.worker.pids, stage.trainer.number):
+        rounds = _rounds(stage, trainings)
+    return [of_rounds("defer_third", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks))]
+
+
+def measure_lost(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_lost_helper: in every second block the helper is killed halfway."""
+    session = stage.session(returns="gradients")
+    torch, deferred = _pair(session)
+    (worker,), (supervisor, *_) = session._workers, stage.worker.pids
+
+    def kill(number: int) -> None:
+        if number == MICRO_BATCHES // 2:
+            for pid in descendants(supervisor):
+                os.kill(pid, signal.SIGKILL)
+
+    def run(training: AccumulatingTraining, *, is_lost: bool) -> None:
+        training.happen = kill if is_lost else lambda _: None
+        training.step()
+
+    def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
+        until_s = monotonic() + RESTART_S
+        while worker.connection.up is None:
+            if monotonic() > until_s:
+                raise RuntimeError(f"the worker was not back within {RESTART_S:g} s")
+            sleep(0.05)
+        stage.worker.pids[:] = [supervisor, *descendants(supervisor)]
+        return timed(variant, cores)
+
+    variants = [
+        Alternative("torch", torch.step),
+        Alternative("lost", partial(run, deferred, is_lost=True)),
+        Alternative("kept", partial(run, deferred, is_lost=False)),
+    ]
+    rounds = interleave(variants, stage.cores, PLAN, measured=measured)
+    return [of_rounds("defer_lost_helper", rounds, lambda taken: (taken["lost"] + taken["kept"]) / 2 / taken["torch"])]
+
+
+def measure_wire(stage: Stage) -> list[Outcome]:
+    """Measures the figure defer_wire, the bytes of a micro-batch with derived boundaries, without sums and weights."""
+    session = stage.session(stage.tcp_worker(), returns="gradients", boundaries="derive", **OVER_TCP)
+    training = AccumulatingTraining("deferred", session.checkpoint, session.accumulate)
+    training.forward_backward()  # sends programs and weights, which do not change afterwards
+    values = []
+    for _ in range(PLAN.most):
+        training.clear_gradients()
+        share = session._shares["recompute"].trainers_share()
+        assert share is not None  # a block was measured
+        before = session.report()
+        training.forward_backward()
+        after = session.report()
+        assert after.block is not None
+        last = after.block.trainer.segments - share * MICRO_BATCHES
+        micro_batches = MICRO_BATCHES - (last == BLOCKS - share)  # without the last one if the trainer has computed it
+        sum_bytes = (BLOCKS - share) * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
+        moved = after.up_bytes + after.down_bytes - before.up_bytes - before.down_bytes - sum_bytes
+        values.append(moved / micro_batches / (3 * BOUNDARY_BYTES))
+    return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]
+
+
+def _pair(session: "Session", **options: Any) -> list[AccumulatingTraining]:
+    """Returns a training with torch's checkpoint and one in accumulation blocks."""
+    return [
+        AccumulatingTraining("torch", checkpoint_of_torch, **options),
+        AccumulatingTraining("deferred", session.checkpoint, session.accumulate, **options),
+    ]
+
+
+def _rounds(stage: Stage, trainings: Sequence[AccumulatingTraining]) -> Rounds:
+    variants = [Alternative(training.name, training.step) for training in trainings]
+    return interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

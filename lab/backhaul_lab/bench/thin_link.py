@@ -1,0 +1,50 @@
+"""Measures a step over a thin link, with parameters sent as compressed differences and with whole ones."""
+
+from collections.abc import Callable
+
+import torch
+
+from backhaul_lab.bench.outcomes import Outcome, of_rounds
+from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.bench.stage import OVER_TCP, Stage
+from backhaul_lab.bench.steps import on_trainer
+from backhaul_lab.bench.throttled_proxy import ThrottledProxy
+from backhaul_lab.bench.training import SMALL, Training, compare
+
+BYTES_PER_S = 12.5e6
+"""A link of 100 Mbit/s in each direction."""
+
+BLOCKS, WIDTH = 4, 256
+# The first step measures the link, the second notes which tensors change, and the third copies them.
+PLAN = Plan(most=16, warm=4, limit_s=30.0)
+
+
+class _HalfTraining(Training):
+    """A training in bfloat16."""
+
+    def __init__(self, name: str, checkpoint: Callable[..., object]) -> None:
+        super().__init__(name, BLOCKS, SMALL, checkpoint, width=WIDTH)
+        for segment in self._segments:
+            segment.to(torch.bfloat16)
+        self.x = self.x.detach().to(torch.bfloat16).requires_grad_()
+
+
+def measure(stage: Stage) -> list[Outcome]:
+    """Measures the figure compression_thin."""
+    links = [ThrottledProxy(stage.tcp_worker(), BYTES_PER_S) for _ in range(2)]
+    with links[0], links[1]:
+        # "auto" has to find out by itself that the link is thin.
+        sessions = {
+            mode: stage.session(link.address, returns="gradients", compression=mode, **OVER_TCP)
+            for mode, link in zip(("auto", "off"), links, strict=True)
+        }
+        trainings = [_HalfTraining(mode, session.checkpoint) for mode, session in sessions.items()]
+        variants = [Alternative(training.name, training.step) for training in trainings]
+        rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+        reports = {mode: session.report() for mode, session in sessions.items()}
+        for session in sessions.values():
+            session.close()
+    note = on_trainer(sum(report.fallbacks for report in reports.values()))
+    up = {mode: report.up_bytes / 1e6 for mode, report in reports.items()}
+    bytes_note = f"{up['auto']:.1f} MB went up instead of {up['off']:.1f}, in all rounds"
+    return [of_rounds("compression_thin", rounds, ratio_of("auto", "off"), "; ".join(filter(None, (note, bytes_note))))]

@@ -1,0 +1,106 @@
+"""A plan as text for people, as JSON, and as a file. Imports no torch."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from backhaul._plan_file import write_plan
+from backhaul_lab.plan.measured import LayerCosts, PlannedWorker
+from backhaul_lab.plan.search import PredictedPlan
+from backhaul_runtime.process.units import size_text
+
+_SHOWN = 8
+
+
+def model_text(name: str, costs: LayerCosts, fixed_bytes: float) -> str:
+    """Describes the measured model in two sentences.
+
+    Args:
+        name: What was given as --model, "module:function".
+        costs: The costs of its layers.
+        fixed_bytes: Size of its parameters and of the optimizer's state, in bytes.
+    """
+    return (
+        f"{name} has {costs.layers} layers. The forward of a layer takes {costs.forward_s * 1e3:.1f} ms and its "
+        f"backward {costs.backward_s * 1e3:.1f} ms, autograd saves {size_text(costs.saved_bytes)} of it, and its input "
+        f"has {size_text(costs.boundary_bytes)}. Parameters and the optimizer's state take {size_text(fixed_bytes)}."
+    )
+
+
+def worker_text(worker: PlannedWorker) -> str:
+    """Describes a worker in a sentence."""
+    name = worker.address or "The worker on this machine"
+    link = f", over a link of {worker.bytes_per_s * 8 / 1e9:.2g} Gbit/s" if worker.bytes_per_s else ""
+    return f"{name} computes {worker.speed:.2f} times as fast as this trainer{link}."
+
+
+def table(plans: Sequence[PredictedPlan], chosen: PredictedPlan | None, fixed_bytes: float, room_bytes: float) -> str:
+    """Formats the best plans, those without a worker and the chosen one as a table, the fastest first."""
+    fitting = [plan for plan in plans if plan.fits(room_bytes)]
+    shown = {id(plan) for plan in fitting[:_SHOWN]} | {id(chosen)}
+    for kind in ("plain", "torch", "blocking", "deferred"):
+        of_kind = [plan for plan in plans if plan.candidate.kind == kind]
+        shown |= {id(plan) for plan in of_kind[:1]}
+    head = f"{'':<2}{'plan':<66}{'step':>11}{'peak':>12}{'worker lost':>13}{'on worker':>12}"
+    lines = [head, "-" * len(head)]
+    for plan in plans:
+        if id(plan) not in shown:
+            continue
+        lost, there = plan.peak.lost_bytes, plan.peak.worker_bytes
+        mark = "*" if plan is chosen else ""
+        lines.append(
+            f"{mark:<2}{plan.candidate!s:<66}{plan.step_s * 1e3:>8.0f} ms"
+            f"{size_text(fixed_bytes + plan.peak.trainer_bytes):>12}"
+            f"{size_text(fixed_bytes + lost) if lost else '':>13}{size_text(there) if there else '':>12}"
+            f"{'' if plan.fits(room_bytes) else '  does not fit'}"
+        )
+    return "\n".join(lines)
+
+
+def as_row(plan: PredictedPlan, fixed_bytes: float, room_bytes: float) -> dict[str, Any]:
+    """Returns a plan as JSON."""
+    return {
+        "name": str(plan.candidate),
+        "kind": plan.candidate.kind,
+        "settings": plan.candidate.settings,
+        "step_s": plan.step_s,
+        "peak_bytes": int(fixed_bytes + plan.peak.trainer_bytes),
+        "lost_peak_bytes": int(fixed_bytes + plan.peak.lost_bytes) if plan.peak.lost_bytes else None,
+        "worker_bytes": plan.peak.worker_bytes or None,
+        "fits": plan.fits(room_bytes),
+    }
+
+
+def write(path: Path, plan: PredictedPlan, made_for: Mapping[str, Any], fixed_bytes: float) -> None:
+    """Writes the file that `connect(plan=...)` reads.
+
+    Args:
+        path: The file to write.
+        plan: A plan with a worker.
+        made_for: What the plan was made for, such as the model and the budget.
+        fixed_bytes: Size of the model's parameters and of the optimizer's state, in bytes.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    prediction = {
+        "step_s": plan.step_s,
+        "peak_bytes": int(fixed_bytes + plan.peak.trainer_bytes),
+        "lost_peak_bytes": int(fixed_bytes + plan.peak.lost_bytes),
+        "worker_bytes": plan.peak.worker_bytes,
+    }
+    training = {**made_for, "accumulates": plan.candidate.kind == "deferred"}
+    write_plan(path, plan.candidate.settings, {"training": training, "prediction": prediction})
+
+
+def advice(plan: PredictedPlan, path: Path) -> str:
+    """Says what to write in the training program for a plan with a worker."""
+    lines = [
+        "Use it with",
+        "",
+        f'    session = backhaul.connect(plan="{path}")',
+        "    session.wrap(model, Layer)  # the class of the layers",
+    ]
+    if plan.candidate.kind == "deferred":
+        lines.append("    with session.accumulate() as step:  # around the micro-batches, with step.backward(loss)")
+    return "\n".join(lines)
