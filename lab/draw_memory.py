@@ -11,7 +11,7 @@ import backhaul
 from backhaul.demo.corpus import standard_library
 from backhaul.demo.memory import live_bytes
 from backhaul.demo.variants import Settings, Variant, variants
-from backhaul_lab.simulate.chart import ChartLine, ChartPoint, LineChart, draw
+from backhaul_lab.harness.chart import ChartLine, ChartPoint, LineChart, draw
 
 SETTINGS = Settings(layers=12, batch=4, micro_batches=1)
 POINTS = 240

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backhaul_lab.bench.machine import describe
+from backhaul_lab.harness.machine import describe
 from backhaul_runtime.tensors.differences import BLOCK_BYTES, LEVEL, BlockDecoder, BlockEncoder
 
 LENGTH, BATCH, MEASURED_STEPS = 128, 8, 3
@@ -184,7 +184,7 @@ def main() -> None:
             results[name] = fine_tune(model.state_dict(), data, rate, dtype, arguments.steps)
             print(name, json.dumps(results[name], indent=2), flush=True)
     if arguments.json is not None:
-        document = {**describe(0, 1, "cpu"), "figures": {}, "compression": results}
+        document = {**describe(), "figures": {}, "compression": results}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

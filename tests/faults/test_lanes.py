@@ -17,7 +17,7 @@ import backhaul
 from backhaul import BackhaulError, SessionUnknownError, TransferError
 from backhaul._worker_client import lanes
 from backhaul._worker_client.deadlines import error_of
-from backhaul_lab.bench.distant_proxy import DistantProxy
+from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_proto.v1 import session_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.tensors.digest import address_of
@@ -386,7 +386,7 @@ def test_without_room_for_lanes_the_main_connection_sends_everything(tmp_path: P
     options = ["--memory", "512MiB", "--credentials", str(tmp_path / "credentials.toml")]
     with (
         WorkerProcess(*options) as process,
-        DistantProxy(process.address, 0.004, 256 << 10) as proxy,
+        LinkProxy(process.address, latency_s=0.002, window_bytes=256 << 10) as proxy,
         counted() as passed,
         connected(proxy.address, 8, token_file=str(tmp_path / "token")) as session,
     ):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from backhaul_lab.bench import roundtrip, tenants
-from backhaul_lab.bench.rounds import Plan
-from backhaul_lab.bench.stage import Stage
+from backhaul_lab.harness.rounds import Plan
+from backhaul_lab.harness.stage import Stage
 
 T = TypeVar("T")
 

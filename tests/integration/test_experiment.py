@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from backhaul._cli.main import main
-from backhaul_lab.bench.stage import descendants
 from backhaul_lab.experiment.conduct.records import Records
-from backhaul_lab.experiment.conduct.runner import machine
 from backhaul_lab.experiment.nodes import cpu_shares, network
 from backhaul_lab.experiment.plan.spec import read
+from backhaul_lab.harness.machine import describe
+from backhaul_lab.harness.processes import descendants
 from conftest import wait_until
 from support.namespaces import require_namespaces
 
@@ -164,7 +164,7 @@ def test_a_second_run_waits_for_no_first_and_restart_discards_nothing_without_ri
     (tmp_path / "tiny.toml").write_text(TINY)
     command = ["experiment", "run", str(tmp_path / "tiny.toml"), "--results", str(tmp_path / "results")]
     kept = Records(tmp_path / "results", "tiny")
-    kept.begin(read(tmp_path / "tiny.toml"), machine())
+    kept.begin(read(tmp_path / "tiny.toml"), describe())
     with kept.held():
         assert main(command) == 2
     assert "another process runs this experiment" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import SettingError
-from backhaul_lab.bench.distant_proxy import DistantProxy
+from backhaul_lab.harness.link_proxy import LinkProxy
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.lanes import OVER_TCP, connected, connection_of, counted, joined
@@ -21,9 +21,9 @@ WIDTH = 768
 
 
 @pytest.fixture(scope="module")
-def distant(worker: WorkerProcess) -> Iterator[DistantProxy]:
+def distant(worker: WorkerProcess) -> Iterator[LinkProxy]:
     """The shared worker behind a link of which one connection fills a small part."""
-    with DistantProxy(worker.address, 0.004, 256 << 10) as proxy:
+    with LinkProxy(worker.address, latency_s=0.002, window_bytes=256 << 10) as proxy:
         yield proxy
 
 
@@ -47,7 +47,7 @@ def expected() -> list[Tensor | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("connections", [1, 2, 4])
 def test_the_bits_are_the_same(
-    connections: int, returns: str, distant: DistantProxy, expected: list[Tensor | None]
+    connections: int, returns: str, distant: LinkProxy, expected: list[Tensor | None]
 ) -> None:
     with counted() as passed, connected(distant.address, connections) as session:
         assert differing(train(partial(session.checkpoint, returns=returns), build, stack, steps=1), expected) == []
@@ -56,7 +56,7 @@ def test_the_bits_are_the_same(
 
 
 @pytest.mark.slow
-def test_sums_of_an_accumulation_block_come_over_all_connections(distant: DistantProxy) -> None:
+def test_sums_of_an_accumulation_block_come_over_all_connections(distant: LinkProxy) -> None:
     def steps(checkpoint: Checkpoint, session: backhaul.Session | None) -> list[Tensor]:
         torch.manual_seed(0)
         model = build()
@@ -113,7 +113,7 @@ def test_a_distant_worker_is_tried_with_more_than_one(worker: WorkerProcess) -> 
         return (x * scale).sum()
 
     with (
-        DistantProxy(worker.address, 0.02, 256 << 10) as proxy,
+        LinkProxy(worker.address, latency_s=0.01, window_bytes=256 << 10) as proxy,
         backhaul.connect(proxy.address, silence_s=QUIET_S, **OVER_TCP) as session,
     ):
         lanes = connection_of(session).lanes

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor, nn
 
 import backhaul
-from backhaul_lab.bench.distant_proxy import DistantProxy
+from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_server.commands import certificates
 from conftest import QUIET_S, wait_until
@@ -109,7 +109,7 @@ def test_lanes_speak_tls_and_show_the_token(secured: Secured, made: Path) -> Non
     options = {"tls": str(made / "trainer"), "token_file": secured.token_file}
     x = torch.randn(1 << 19, requires_grad=True)
     with (
-        DistantProxy(secured.process.address, 0.004, 256 << 10) as proxy,
+        LinkProxy(secured.process.address, latency_s=0.002, window_bytes=256 << 10) as proxy,
         counted() as passed,
         connected(proxy.address, 4, **options) as session,
     ):

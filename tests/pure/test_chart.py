@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_lab.simulate.chart import WIDTH, ChartLine, ChartPoint, LineChart, draw, nice_ticks
+from backhaul_lab.harness.chart import WIDTH, ChartLine, ChartPoint, LineChart, draw, nice_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

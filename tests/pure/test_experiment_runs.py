@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._cli.main import main
-from backhaul_lab.bench import throttled_proxy
-from backhaul_lab.bench.throttled_proxy import Bandwidth
 from backhaul_lab.experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
 from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, schedule
 from backhaul_lab.experiment.nodes.fabric import LocalFabric
-from backhaul_lab.experiment.nodes.processes import NodeProcess, end_of
 from backhaul_lab.experiment.plan.cells import Cell
 from backhaul_lab.experiment.plan.spec import Experiment, parse
+from backhaul_lab.harness import link_proxy
+from backhaul_lab.harness.link_proxy import Bandwidth
+from backhaul_lab.harness.processes import ChildProcess, end_of
 
 FAILED = {"status": "failed", "why": "trainer 0 has ended with code 1", "log": "", "shares": {}}
 
@@ -190,7 +190,7 @@ def test_what_a_killed_process_of_a_node_ran_stays_counted(tmp_path: Path) -> No
         "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', sys.argv[1] + '; input()'], "
         "stdin=subprocess.PIPE); child.wait(); print('ended', flush=True); input()"
     )
-    node = NodeProcess("node", [sys.executable, "-c", parent, child], tmp_path / "log")
+    node = ChildProcess("node", [sys.executable, "-c", parent, child], tmp_path / "log")
     try:
         node.read(60)
         before_s = node.ran_s()
@@ -230,8 +230,8 @@ def test_connections_share_the_bandwidth_of_a_direction(chunks: list[tuple[float
             nonlocal slept_s
             slept_s = seconds
 
-        patch.setattr(throttled_proxy.time, "monotonic", lambda: now_s)  # type: ignore[attr-defined]
-        patch.setattr(throttled_proxy.time, "sleep", sleep)  # type: ignore[attr-defined]
+        patch.setattr(link_proxy.time, "monotonic", lambda: now_s)  # type: ignore[attr-defined]
+        patch.setattr(link_proxy.time, "sleep", sleep)  # type: ignore[attr-defined]
         link = Bandwidth(1000.0)
         free_s = 0.0
         for later_s, size_bytes in chunks:  # each may be another connection's: waiting does not advance the clock

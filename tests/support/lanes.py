@@ -11,7 +11,7 @@ from typing import Any
 import backhaul
 from backhaul import Session
 from backhaul._worker_client.connection import Connection
-from backhaul_lab.bench.counting_proxy import READ_BYTES, CountingProxy, shut
+from backhaul_lab.harness.link_proxy import READ_BYTES, LinkProxy, shut
 from conftest import QUIET_S, wait_until
 from support.flips import on_every_channel
 
@@ -52,7 +52,7 @@ def counted() -> Iterator[Counter[str]]:
         yield passed
 
 
-class LaneProxy(CountingProxy):
+class LaneProxy(LinkProxy):
     """A proxy whose connections are slow, and that breaks one lane when it is armed. A context manager.
 
     Attributes:

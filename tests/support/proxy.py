@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 
-from backhaul_lab.bench.counting_proxy import CountingProxy
+from backhaul_lab.harness.link_proxy import LinkProxy
 
 
-class SlowProxy(CountingProxy):
+class SlowProxy(LinkProxy):
     """Passes bytes on to a server, each read so many seconds later. A context manager."""
 
     def __init__(self, target: str, delay_s: float) -> None:

@@ -13,13 +13,14 @@ import torch
 
 from backhaul._cli.main import main
 from backhaul.demo.model import Block
-from backhaul_lab.bench import child, command, rounds
-from backhaul_lab.bench.device import GROUPS
+from backhaul_lab.bench import child, command
 from backhaul_lab.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
-from backhaul_lab.bench.noise import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul_lab.bench.groups import GROUPS, Group
 from backhaul_lab.bench.outcomes import Outcome, as_table, is_failed, of_counts, of_rounds, without_value
 from backhaul_lab.bench.overlap import Lane, exposed
-from backhaul_lab.bench.rounds import (
+from backhaul_lab.harness import rounds
+from backhaul_lab.harness.core_times import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul_lab.harness.rounds import (
     PACE,
     Alternative,
     Plan,
@@ -29,8 +30,8 @@ from backhaul_lab.bench.rounds import (
     interleave,
     ratio_of,
 )
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul_proto.v1 import telemetry_pb2
 
 ISSUED = {
@@ -82,8 +83,7 @@ def test_figures_have_the_names_and_limits_that_were_promised() -> None:
 
 
 def test_each_group_has_a_measurement_and_each_measurement_figures() -> None:
-    assert {figure.group for figure in FIGURES} == set(child.MEASURES)
-    assert set(command.ENVIRONMENTS) <= set(child.MEASURES)
+    assert {figure.group for figure in FIGURES} == set(GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,8 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
 def test_figures_share_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 0.0, 600.0, 2 * command.WHOLE_S])
     monkeypatch.setattr(command, "monotonic", lambda: next(times))
-    monkeypatch.setattr(command, "NOMINAL_S", {"peak_flat": 700, "growth": 280, "wire": 20})
+    seconds = {"peak_flat": 700, "growth": 280, "wire": 20}
+    monkeypatch.setattr(command, "GROUPS", {name: Group("", nominal_s) for name, nominal_s in seconds.items()})
     paces: dict[str, float] = {}
 
     def run_group(group: str, cores: Sequence[int], pace: float) -> list[Outcome]:
@@ -347,7 +348,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
         "shared_memory": [without_value("shm_vs_memcpy", Verdict.UNAVAILABLE, "not here")],
     }
     monkeypatch.setattr(command, "run_group", lambda group, cores, pace: outcomes_of[group])
-    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    monkeypatch.setattr(command, "two_cores", lambda: [0, 1])
     file = tmp_path / "results.json"
     assert command.run(arguments("--only", "wire_over_bound", "shm_vs_memcpy", "--json", str(file))) == 0
 
@@ -380,7 +381,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
 def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = [without_value("growth", Verdict.FAILED, "1 of 2 gradients are not equal")]
     monkeypatch.setattr(command, "run_group", lambda group, cores, pace: failed)
-    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    monkeypatch.setattr(command, "two_cores", lambda: [0, 1])
     assert command.run(arguments("--only", "growth")) == 1
 
 
@@ -388,7 +389,7 @@ def test_a_failed_figure_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_can_not_be_done_is_said_before_anything_is_measured(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "_cores", lambda: [0, 1])
+    monkeypatch.setattr(command, "two_cores", lambda: [0, 1])
     assert command.run(arguments(*argv)) == 2
     assert "backhaul bench:" in capsys.readouterr().err
 
@@ -428,7 +429,7 @@ def test_without_an_accelerator_its_figures_are_refused(
 def test_an_accelerator_has_the_figures_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     figures = command._on_device(chosen([]), "cuda")
-    assert {figure.group for figure in figures} == GROUPS
+    assert {figure.group for figure in figures} == {name for name, group in GROUPS.items() if group.on_cuda}
     with pytest.raises(ValueError, match="is measured on cuda"):
         command._on_device(chosen(["tenants"]), "cuda")
 

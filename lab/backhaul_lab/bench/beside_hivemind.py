@@ -11,12 +11,13 @@ from torch import Tensor
 
 from backhaul_lab.bench import hivemind_side
 from backhaul_lab.bench.figures import Verdict
-from backhaul_lab.bench.machine import HIVEMIND
-from backhaul_lab.bench.noise import Core, settle
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul_lab.bench.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage, read_line
 from backhaul_lab.bench.steps import on_trainer
+from backhaul_lab.harness.core_times import Core, settle
+from backhaul_lab.harness.machine import HIVEMIND
+from backhaul_lab.harness.processes import ChildError, ChildProcess
+from backhaul_lab.harness.rounds import Alternative, Plan, UnequalGradientsError, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
 
 CALLS = 4
 """Calls timed together, because one alone is too short to detect disturbances."""
@@ -40,7 +41,7 @@ def measure(stage: Stage) -> list[Outcome]:
     try:
         _, address = _started(stage, script, stage.worker)
         client, _ = _started(stage, [*script[:-2], "client", model.origin, address], stage.trainer)
-    except RuntimeError as error:
+    except ChildError as error:
         return [without_value("vs_hivemind", Verdict.UNAVAILABLE, str(error))]
     session = stage.session(returns="gradients")
     block = hivemind_side.block_of(model.origin)
@@ -56,12 +57,10 @@ def measure(stage: Stage) -> list[Outcome]:
         return taken_s
 
     def theirs() -> float:
-        assert client.stdin is not None
         taken_s = 0.0
         for _ in range(CALLS):
-            client.stdin.write("backward\n")
-            client.stdin.flush()
-            taken, digests["hivemind"] = read_line(client.stdout, _ANSWER_S, "hivemind's client").split()
+            client.write("backward")
+            taken, digests["hivemind"] = client.read(_ANSWER_S).split()
             taken_s += float(taken)
         return taken_s
 
@@ -73,10 +72,10 @@ def measure(stage: Stage) -> list[Outcome]:
     return [of_rounds("vs_hivemind", rounds, ratio_of("backhaul", "hivemind"), on_trainer(session.report().fallbacks))]
 
 
-def _started(stage: Stage, command: list[str], core: Core) -> tuple["subprocess.Popen[str]", str]:
-    """Starts a peer of hivemind. Returns its process and its first line. Raises RuntimeError if no start succeeds."""
+def _started(stage: Stage, command: list[str], core: Core) -> tuple[ChildProcess, str]:
+    """Starts a peer of hivemind. Returns its process and its first line. Raises ChildError if no start succeeds."""
     for _ in range(_STARTS - 1):
-        with suppress(RuntimeError):
+        with suppress(ChildError):
             return stage.start(command, core, timeout_s=_START_S)
     return stage.start(command, core, timeout_s=_START_S)
 

@@ -1,16 +1,16 @@
 """Measures steps of 8 small blocks recomputed locally, by Backhaul's worker, and over torch.distributed.rpc."""
 
 import signal
-import sys
 from functools import partial
 from typing import Any
 
 from backhaul_lab.bench import rpc_peer
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul_lab.bench.stage import Stage
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
-from backhaul_lab.bench.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.processes import MODULE
+from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 3
 """Steps timed together, because remote recomputation adds only a tenth to one."""
@@ -21,7 +21,7 @@ def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure vs_torch_rpc."""
     session = stage.session(returns="gradients")
     port = rpc_peer.free_port()
-    peer, _ = stage.start([sys.executable, "-P", "-m", "backhaul_lab.bench.rpc_peer", str(port)])
+    peer, _ = stage.start([*MODULE, "backhaul_lab.bench.rpc_peer", str(port)])
     rpc_peer.join(port, rpc_peer.TRAINER)
     ways: dict[str, Any] = {
         "local": checkpoint_of_torch,

@@ -15,9 +15,9 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul.demo.model import Block
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
+from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import Recording

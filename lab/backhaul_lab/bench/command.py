@@ -3,53 +3,26 @@
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
-from backhaul_lab.bench.device import GROUPS, VARIABLE
+from backhaul._cli.options import obstacle_to
 from backhaul_lab.bench.figures import FIGURES, Figure, Verdict, chosen
-from backhaul_lab.bench.machine import HIVEMIND, describe
+from backhaul_lab.bench.groups import GROUPS
 from backhaul_lab.bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value
-from backhaul_lab.bench.rounds import PACE
+from backhaul_lab.harness.device import VARIABLE
+from backhaul_lab.harness.machine import HIVEMIND, describe, two_cores
+from backhaul_lab.harness.processes import MODULE, ChildError, ChildProcess, interrupt_on_sigterm
+from backhaul_lab.harness.rounds import PACE
 
 HELP = "measure the overhead and the savings of Backhaul and compare each figure with its limit"
 EXAMPLES = ("backhaul bench --json bench.json",)
 GROUP_LIMIT_S = 600.0
 WHOLE_S = 840.0
 """Seconds for all figures together, so that `make bench` takes under 15 minutes on slow machines too."""
-NOMINAL_S = {
-    "steps": 150,
-    "small_frozen": 30,
-    "small": 40,
-    "deferred": 180,
-    "deferred_third": 220,
-    "deferred_lost": 130,
-    "deferred_wire": 50,
-    "deferred_lora": 100,
-    "peak_flat": 140,
-    "peaks": 40,
-    "connections": 110,
-    "compression_thin": 35,
-}
-"""Seconds of the longest groups on a slow machine if none is hurried. All others take about `_SHORT_S`."""
-_SHORT_S = 25
-_END_S = 10.0
-_CORES = 2
-# glibc's thresholds for a process whose resident memory is measured. With the defaults, fragmentation would count too.
-_PEAK_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-# The allocator keeps freed memory. Otherwise page faults, which any small allocation changes, would count as checks.
-_CHECKS_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "8589934592", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
-ENVIRONMENTS = {
-    "peaks": _PEAK_ENVIRONMENT,
-    "peak_flat": _PEAK_ENVIRONMENT,
-    "checks_large": _CHECKS_ENVIRONMENT,
-    "checks_small": _CHECKS_ENVIRONMENT,
-}
 
 RunGroup = Callable[[str, Sequence[int], float], list[Outcome]]
 """Measures a group's figures on two cores, the trainer's and the worker's. Raises RuntimeError if that fails."""
@@ -89,18 +62,18 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         figures = _on_device(chosen(arguments.only), arguments.device)
-        cores = _cores()
+        cores = two_cores()
     except ValueError as error:
         print(f"backhaul bench: {error}", file=sys.stderr)
         return 2
-    if arguments.json is not None and not os.access(arguments.json.absolute().parent, os.W_OK):
-        print(f"backhaul bench: --json {arguments.json}: its directory is missing or not writable", file=sys.stderr)
+    if obstacle := obstacle_to(arguments.json):
+        print(f"backhaul bench: --json {arguments.json}: {obstacle}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
+    interrupt_on_sigterm()
     os.environ[VARIABLE] = arguments.device
     if arguments.hivemind:
         os.environ[HIVEMIND] = arguments.hivemind
-    machine = describe(cores[0], cores[1], arguments.device)
+    machine = describe(cores, arguments.device)
     outcomes = measure(figures, cores, run_group)
     print("\n" + as_table(outcomes))
     if arguments.json is not None:
@@ -131,7 +104,7 @@ def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup
 
 def _pace(left_s: float, groups: Sequence[str]) -> float:
     """Returns the part of its time that each of the remaining groups may take, at most 1."""
-    nominal_s = sum(NOMINAL_S.get(group, _SHORT_S) for group in groups)
+    nominal_s = sum(GROUPS[group].nominal_s for group in groups)
     return max(0.0, min(1.0, left_s / nominal_s))
 
 
@@ -144,50 +117,24 @@ def run_group(group: str, cores: Sequence[int], pace: float) -> list[Outcome]:
         pace: The part of its time that the measurement may take.
 
     Raises:
-        RuntimeError: The process failed or timed out. The message is its last line on stderr.
+        RuntimeError: The process failed or timed out. The message is its last line on stderr, if it wrote any.
     """
     settings = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6", PACE: str(pace)}
-    environment = {**os.environ, **settings, **ENVIRONMENTS.get(group, {})}
-    with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as directory:
-        results = Path(directory) / "outcomes.json"
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "backhaul_lab.bench.child", group, *map(str, cores), str(results)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches only this process, which then ends the child.
+    with tempfile.TemporaryDirectory(prefix="backhaul-bench-") as folder:
+        process = ChildProcess(
+            "the measurement",
+            [*MODULE, "backhaul_lab.bench.child", group, *map(str, cores)],
+            Path(folder) / "log",
+            {**settings, **GROUPS[group].environment},
+            ends_with_stdin=False,
         )
         try:
-            _, stderr = process.communicate(timeout=GROUP_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"the measurement took longer than {GROUP_LIMIT_S:g} s") from None
+            return [Outcome(**fields) for fields in json.loads(process.read(GROUP_LIMIT_S))]
+        except ChildError as error:
+            print(error.log, file=sys.stderr)
+            raise RuntimeError(error.log.splitlines()[-1] if error.log else str(error)) from None
         finally:
-            _end(process)
-        if process.returncode or not results.exists():
-            last = stderr.strip().splitlines()[-1:] or [f"the measurement ended with code {process.returncode}"]
-            print(stderr, file=sys.stderr)
-            raise RuntimeError(last[0])
-        return [Outcome(**fields) for fields in json.loads(results.read_text())]
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    """Ends a measurement, by force if it does not end in time. It ends the processes that it started."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if process.stderr is not None:
-        process.stderr.close()
-
-
-def _cores() -> list[int]:
-    usable = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(usable) < _CORES:
-        raise ValueError(f"measuring needs Linux and {_CORES} cores, one for the trainer and one for the worker")
-    return usable[:_CORES]
+            process.end()
 
 
 def _on_device(figures: list[Figure], device: str) -> list[Figure]:
@@ -198,11 +145,7 @@ def _on_device(figures: list[Figure], device: str) -> list[Figure]:
 
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: this machine has no CUDA device that torch can use")
-    on_device = [figure for figure in figures if figure.group in GROUPS]
+    on_device = [figure for figure in figures if GROUPS[figure.group].on_cuda]
     if not on_device:
         raise ValueError("--device cuda: none of these figures is measured on cuda")
     return on_device
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -12,10 +12,11 @@ import sys
 import torch
 
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage
 from backhaul_lab.bench.steps import BLOCKS
-from backhaul_lab.bench.training import LARGE, Training
+from backhaul_lab.harness.processes import MODULE
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import LARGE, Training
 
 PLAN = Plan(most=15, limit_s=20.0)
 
@@ -23,7 +24,7 @@ PLAN = Plan(most=15, limit_s=20.0)
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure cores_together."""
     training = Training("none", BLOCKS, LARGE, None)
-    other, _ = stage.start([sys.executable, "-P", "-m", "backhaul_lab.bench.cores"])
+    other, _ = stage.start([*MODULE, "backhaul_lab.bench.cores"])
     other.send_signal(signal.SIGSTOP)
 
     def alone() -> None:

@@ -8,19 +8,18 @@ from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from backhaul_lab.bench import throttle
-from backhaul_lab.bench.noise import Core
 from backhaul_lab.bench.outcomes import Outcome, of_counts, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
-from backhaul_lab.bench.stage import OVER_TCP, Stage, descendants
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
-from backhaul_lab.bench.training import WIDTH, Checkpoint, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness import throttle
+from backhaul_lab.harness.core_times import Core
+from backhaul_lab.harness.processes import descendants
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
+from backhaul_lab.harness.stage import OVER_TCP, Stage
+from backhaul_lab.harness.training import MICRO_BATCH, WIDTH, Checkpoint, Training, checkpoint_of_torch, compare
 
 if TYPE_CHECKING:
     from backhaul._session import Session
 
-MICRO_BATCH = (1, 256)
-"""Batch size and length of a micro-batch."""
 MICRO_BATCHES = 8
 MANY = 16
 """Micro-batches of a step beside a slow helper, which needs time to contribute."""

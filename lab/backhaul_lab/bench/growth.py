@@ -3,10 +3,10 @@
 from functools import partial
 
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul_lab.bench.stage import Stage
 from backhaul_lab.bench.steps import on_trainer
-from backhaul_lab.bench.training import Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import Training, checkpoint_of_torch, compare
 
 FEW, MANY = 8, 64
 WIDTH = 128

@@ -1,6 +1,5 @@
 """Compares transfers over several connections with those over one, on a distant link and on this machine."""
 
-import sys
 from functools import partial
 
 import torch
@@ -8,11 +7,12 @@ from torch import Tensor
 
 from backhaul import Session
 from backhaul_lab.bench.bare import TENSOR_BYTES
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul_lab.bench.stage import OVER_TCP, Stage
-from backhaul_lab.bench.training import compare_gradients
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.processes import MODULE
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_lab.harness.stage import OVER_TCP, Stage
+from backhaul_lab.harness.training import compare_gradients
 
 ROUND_TRIP_S, WINDOW_BYTES = 0.02, 1 << 20
 """The distant link: what it adds to a round trip, and the bytes of a connection that may be on their way."""
@@ -27,13 +27,9 @@ def measure(stage: Stage) -> list[Outcome]:
     """Measures connections_distant and connections_near: the time with one connection over that with several."""
     near = stage.tcp_worker()
     command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "backhaul_lab.bench.distant_proxy",
-        near,
-        str(ROUND_TRIP_S),
-        str(WINDOW_BYTES),
+        *MODULE,
+        "backhaul_lab.harness.link_proxy",
+        *(near, "127.0.0.1", str(ROUND_TRIP_S / 2), "0", str(WINDOW_BYTES)),
     ]
     _, distant = stage.start(command)
     far_apart, chosen = _rounds(stage, distant, 0)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from backhaul_lab.bench.figures import FIGURES, Figure, Verdict
-from backhaul_lab.bench.rounds import Round, Rounds, Spread
+from backhaul_lab.harness.rounds import Round, Rounds, Spread
 
 FORMAT = 1
 """Version of the JSON. It increases when a reader of old results would misread new ones."""

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from backhaul.demo.memory import peak_live_bytes
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_counts
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
 from backhaul_runtime.process.resources import resident_bytes
 
 FEW, MANY = 8, 64

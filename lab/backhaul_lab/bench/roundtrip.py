@@ -1,17 +1,16 @@
 """Compares backward's wait for a segment of negligible compute with a round trip on a bare gRPC stream."""
 
-import sys
-
 import torch
 
 from backhaul_lab.bench.bare import BareGrpc
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage
 from backhaul_lab.bench.steps import on_trainer
-from backhaul_lab.bench.training import compare_gradients
 from backhaul_lab.bench.transfers import KEEPS_FREED_MEMORY
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.processes import MODULE
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import compare_gradients
 
 SEGMENTS = 16
 BACKWARDS = 8
@@ -24,7 +23,7 @@ PLAN = Plan(most=25, warm=2, limit_s=25.0)
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure small_roundtrip."""
     session = stage.session(returns="gradients")
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_lab.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    _, ports = stage.start([*MODULE, "backhaul_lab.bench.bare"], environment=KEEPS_FREED_MEMORY)
     bare = BareGrpc(int(ports.split()[0]))
 
     def wait_s() -> float:

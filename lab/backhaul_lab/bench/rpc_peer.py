@@ -17,7 +17,7 @@ from torch.distributed import rpc
 from torch.func import functional_call
 
 from backhaul.demo.model import Block
-from backhaul_lab.bench.training import DROPOUT, WIDTH
+from backhaul_lab.harness.training import DROPOUT, WIDTH
 
 PEER, TRAINER = 0, 1
 _names = {PEER: "peer", TRAINER: "trainer"}

@@ -8,12 +8,12 @@ import ctypes
 import torch
 from torch import Tensor
 
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import compare_gradients
 from backhaul_lab.bench.transfers import with_spans
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import compare_gradients
 
 TENSOR_BYTES = 16 << 20
 TENSORS = 8

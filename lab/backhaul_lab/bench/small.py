@@ -3,10 +3,10 @@
 from functools import partial
 
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_lab.bench.stage import OVER_TCP, Stage
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
-from backhaul_lab.bench.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.stage import OVER_TCP, Stage
+from backhaul_lab.harness.training import SMALL, Training, checkpoint_of_torch, compare
 
 STEPS = 4
 """Steps timed together, because one alone is too short to detect disturbances."""

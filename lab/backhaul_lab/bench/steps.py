@@ -5,12 +5,12 @@ from torch import Tensor
 
 from backhaul.demo.memory import live_bytes
 from backhaul.demo.model import Block
-from backhaul_lab.bench.device import measured
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import exposed_by_step
-from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.device import measured
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
 
 BLOCKS = 8
 ROOM = 4

@@ -8,9 +8,9 @@ from functools import partial
 from backhaul.demo.dashboard import DashboardProcess
 from backhaul_lab.bench.figures import Verdict
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul_lab.bench.rounds import Alternative, Plan, Round, interleave
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import Training, compare
+from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import Training, compare
 
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3

@@ -1,12 +1,10 @@
 """Compares a worker with 8 clients with the same worker with one client, of one credential and of two."""
 
-import sys
 import time
 from collections.abc import Sequence
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
 
 import torch
 from torch import Tensor
@@ -14,10 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from backhaul.demo.model import Block
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul_lab.bench.stage import Stage, read_line
 from backhaul_lab.bench.tenant_client import CLIENT_S
-from backhaul_lab.bench.training import SMALL, WIDTH, compare_gradients
+from backhaul_lab.harness.processes import MODULE, ChildProcess
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import SMALL, WIDTH, compare_gradients
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.program.codec import address_of_program, encode_program, encode_state
@@ -30,9 +29,6 @@ from backhaul_runtime.wire.splicing import encode_all
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
-Pipes = tuple[IO[str] | None, IO[str] | None]
-"""The standard input and output of a client."""
-
 CLIENTS = 8
 LEAST_WORK_S = 0.010
 PLAN = Plan(most=20, warm=1, limit_s=40.0)
@@ -44,18 +40,17 @@ def measure(stage: Stage) -> list[Outcome]:
     address = stage.tcp_worker()
     with TemporaryDirectory(prefix="backhaul-bench-") as directory:
         gradient = prepare(Path(directory))
-        command = [sys.executable, "-P", "-m", "backhaul_lab.bench.tenant_client", address, directory]
+        command = [*MODULE, "backhaul_lab.bench.tenant_client", address, directory]
         clients = [stage.start(command, stage.trainer)[0] for _ in range(CLIENTS)]
         received = answer(Path(directory))
         compare_gradients("a client and the trainer", [received], [gradient])
-    pipes = [(client.stdin, client.stdout) for client in clients]
     fairness: list[float] = []
 
     def alone() -> float:
-        return sum(_counts(pipes[:1])) / CLIENT_S
+        return sum(_counts(clients[:1])) / CLIENT_S
 
     def together() -> float:
-        answered = _counts(pipes)
+        answered = _counts(clients)
         fairness.append(min(answered) / max(answered))
         return sum(answered) / CLIENT_S
 
@@ -85,14 +80,13 @@ def measure_credentials(stage: Stage) -> list[Outcome]:
             "".join(f'[{name}]\ntoken_files = ["{name}"]\n' for name in ("few", "many"))
         )
         address = stage.tcp_worker("--credentials", str(folder / "credentials"))
-        command = [sys.executable, "-P", "-m", "backhaul_lab.bench.tenant_client", address, directory]
+        command = [*MODULE, "backhaul_lab.bench.tenant_client", address, directory]
         names = ["few", *["many"] * CLIENTS]
         clients = [stage.start([*command, str(folder / name)], stage.trainer)[0] for name in names]
-        pipes = [(client.stdin, client.stdout) for client in clients]
         rounds = interleave(
             [
-                Alternative("alone", lambda: _requests(pipes[:1])[0][1]),
-                Alternative("beside", lambda: _requests(pipes)[0][1]),
+                Alternative("alone", lambda: _requests(clients[:1])[0][1]),
+                Alternative("beside", lambda: _requests(clients)[0][1]),
             ],
             stage.cores,
             PLAN,
@@ -100,19 +94,17 @@ def measure_credentials(stage: Stage) -> list[Outcome]:
     return [of_rounds("credentials_p99", rounds, ratio_of("beside", "alone"))]
 
 
-def _counts(pipes: Sequence[Pipes]) -> list[int]:
+def _counts(clients: Sequence[ChildProcess]) -> list[int]:
     """Returns how many requests of each client were answered."""
-    return [count for count, _ in _requests(pipes)]
+    return [count for count, _ in _requests(clients)]
 
 
-def _requests(pipes: Sequence[Pipes]) -> list[tuple[int, float]]:
+def _requests(clients: Sequence[ChildProcess]) -> list[tuple[int, float]]:
     """Returns what each client prints for a window of CLIENT_S. All clients begin at the same time."""
     begin = time.time() + 0.05
-    for stdin, _ in pipes:
-        assert stdin is not None
-        stdin.write(f"{begin}\n")
-        stdin.flush()
-    lines = [read_line(stdout, _ANSWER_S, "a client").split() for _, stdout in pipes]
+    for client in clients:
+        client.write(str(begin))
+    lines = [client.read(_ANSWER_S).split() for client in clients]
     return [(int(count), float(slowest_s)) for count, slowest_s in lines]
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import torch
 
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.bench.rounds import Alternative, Plan, interleave, ratio_of
-from backhaul_lab.bench.stage import OVER_TCP, Stage
 from backhaul_lab.bench.steps import on_trainer
-from backhaul_lab.bench.throttled_proxy import ThrottledProxy
-from backhaul_lab.bench.training import SMALL, Training, compare
+from backhaul_lab.harness.link_proxy import LinkProxy
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.stage import OVER_TCP, Stage
+from backhaul_lab.harness.training import SMALL, Training, compare
 
 BYTES_PER_S = 12.5e6
 """A link of 100 Mbit/s in each direction."""
@@ -31,7 +31,7 @@ class _HalfTraining(Training):
 
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure compression_thin."""
-    links = [ThrottledProxy(stage.tcp_worker(), BYTES_PER_S) for _ in range(2)]
+    links = [LinkProxy(stage.tcp_worker(), bytes_per_s=BYTES_PER_S) for _ in range(2)]
     with links[0], links[1]:
         # "auto" has to find out by itself that the link is thin.
         sessions = {

@@ -1,18 +1,18 @@
 """Compares transfers of 64 MiB tensors over TCP, to a worker and back, with bare gRPC streams and a bare socket."""
 
-import sys
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from backhaul_lab.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import Lane, reported_calls, spans
-from backhaul_lab.bench.rounds import Alternative, Plan, Rounds, interleave, ratio_of
-from backhaul_lab.bench.stage import OVER_TCP, Stage
-from backhaul_lab.bench.training import compare_gradients
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.processes import MODULE
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_lab.harness.stage import OVER_TCP, Stage
+from backhaul_lab.harness.training import compare_gradients
 
 REPEATS = 4
 """Transfers timed together, because one alone is too short to detect disturbances."""
@@ -27,7 +27,7 @@ def measure(stage: Stage) -> list[Outcome]:
     Each is the baseline's time for a tensor over Backhaul's, so it is Backhaul's bandwidth over the baseline's.
     """
     session = stage.session(stage.tcp_worker(), returns="gradients", **OVER_TCP)
-    _, ports = stage.start([sys.executable, "-P", "-m", "backhaul_lab.bench.bare"], environment=KEEPS_FREED_MEMORY)
+    _, ports = stage.start([*MODULE, "backhaul_lab.bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)

@@ -1,18 +1,18 @@
 """Measures the bytes that a step transfers, relative to the minimum."""
 
-from backhaul_lab.bench.counting_proxy import CountingProxy
-from backhaul_lab.bench.noise import settle
 from backhaul_lab.bench.outcomes import Outcome, of_counts
-from backhaul_lab.bench.stage import Stage
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
-from backhaul_lab.bench.training import LARGE, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.link_proxy import LinkProxy
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import LARGE, Training, checkpoint_of_torch, compare
 
 STEPS = 2
 
 
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure wire_over_bound."""
-    with CountingProxy(stage.tcp_worker()) as proxy:
+    with LinkProxy(stage.tcp_worker()) as proxy:
         session = stage.session(proxy.address, returns="gradients")
         training = Training("backhaul", BLOCKS, LARGE, session.checkpoint)
         reference = Training("torch", BLOCKS, LARGE, checkpoint_of_torch)

@@ -1,7 +1,6 @@
 """`backhaul experiment` and its subcommands."""
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from backhaul_lab.experiment.conduct.records import Records, RecordsError, default_directory, names
 from backhaul_lab.experiment.plan.cells import SpecError
 from backhaul_lab.experiment.plan.spec import read
+from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_runtime.errors import BackhaulError
 from backhaul_server.dashboard.history.options import default_path
 
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     Returns:
         The exit code: 0; 1 if a cell failed; 2 if the file or an option cannot be used; 130 after Ctrl-C.
     """
-    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
+    interrupt_on_sigterm()
     try:
         return int(arguments.act(arguments))
     except (SpecError, RecordsError, BackhaulError) as error:
@@ -80,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from backhaul_lab.experiment.conduct.progress import progress
-    from backhaul_lab.experiment.conduct.runner import Runner, machine, open_fabric, store_path
+    from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, store_path
+    from backhaul_lab.harness.machine import describe
 
     experiment = read(arguments.file)
     records = Records(arguments.results, experiment.name)
@@ -88,7 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with records.held():
         if arguments.restart:
             records.discard()
-        records.begin(experiment, machine())
+        records.begin(experiment, describe())
         runner = Runner(experiment, records, nodes, store_path(arguments.store))
         cells, remaining = len(experiment.matrix.cells), len(runner.remaining)
         done = cells * experiment.repeats - remaining
@@ -153,7 +154,3 @@ def _write(records: Records, folder: Path) -> None:
         print(f"backhaul experiment: {path} is damaged and left out: run the experiment again", file=sys.stderr)
     for path in write_report(records.experiment(), records.visits(), folder):
         print(path)
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

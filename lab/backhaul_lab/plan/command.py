@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backhaul._cli.options import obstacle_to
 from backhaul.doctor.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_runtime.errors import BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_amount, parse_count, parse_size, size_text
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         if obstacle := obstacle_to(path):
             print(f"backhaul plan: --{option} {path}: {obstacle}", file=sys.stderr)
             return 2
-    signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
+    interrupt_on_sigterm()
     try:
         config = config_of(arguments)
         target = target_of(arguments)
@@ -142,7 +142,3 @@ def _write(
     text.write(arguments.output, best, made_for, fixed_bytes)
     print(f"Wrote {arguments.output}: {best.candidate}. {text.advice(best, arguments.output)}")
     return 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

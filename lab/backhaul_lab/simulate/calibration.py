@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from backhaul.demo.model import Block
-from backhaul_lab.bench.noise import CoreTimes, settle
-from backhaul_lab.bench.stage import Stage
-from backhaul_lab.bench.training import DROPOUT, WIDTH, Training
+from backhaul_lab.harness.core_times import CoreTimes, settle
+from backhaul_lab.harness.stage import Stage
+from backhaul_lab.harness.training import DROPOUT, WIDTH, Training
 from backhaul_lab.simulate.costs import Costs
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder

@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 from backhaul._cli.options import obstacle_to
+from backhaul_lab.harness.machine import two_cores
+from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_lab.simulate.costs import KnownCosts
 from backhaul_lab.simulate.predictions import as_svg, as_table, block_rows, blocks_as_table, rows
 
@@ -17,7 +17,6 @@ EXAMPLES = (
     "backhaul simulate                              # measures the costs of a segment first",
     "backhaul simulate --costs docs/simulation.json --svg step.svg",
 )
-_CORES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,13 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"backhaul simulate: --costs {arguments.costs}: {why}", file=sys.stderr)
             return 2
     else:
-        cores = sorted(os.sched_getaffinity(0))[:_CORES] if hasattr(os, "sched_getaffinity") else []
-        if len(cores) < _CORES:
-            print(f"backhaul simulate: measuring needs Linux and {_CORES} cores", file=sys.stderr)
+        try:
+            cores = two_cores()
+        except ValueError as error:
+            print(f"backhaul simulate: {error}", file=sys.stderr)
             return 2
         from backhaul_lab.simulate.measured import measure_on_cores
 
-        signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the worker processes are closed.
+        interrupt_on_sigterm()
         written["machine"], costs = measure_on_cores(cores)
     predicted, predicted_blocks = rows(costs), block_rows(costs.blocks)
     print(as_table(predicted) + "\n\n" + blocks_as_table(predicted_blocks))
@@ -79,7 +79,3 @@ def read_costs(path: Path) -> KnownCosts:
         ValueError, KeyError, TypeError: The file does not hold costs.
     """
     return KnownCosts.read(json.loads(path.read_text()))
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from backhaul_lab.bench.machine import describe
-from backhaul_lab.bench.noise import pin
-from backhaul_lab.bench.stage import OVER_TCP, Stage
+from backhaul_lab.harness.core_times import pin
+from backhaul_lab.harness.machine import describe
+from backhaul_lab.harness.stage import OVER_TCP, Stage
 from backhaul_lab.simulate.costs import Costs, KnownCosts
 
 
@@ -24,13 +24,12 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
     Returns:
         A description of the machine, as JSON, and the costs.
     """
-    machine = describe(cores[0], cores[1], "cpu")
+    machine = describe(cores)
     os.environ |= {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "6"}
     pin(cores[0])  # Before torch is imported: its threads inherit the affinity of the thread that starts them.
     import torch
 
-    from backhaul_lab.bench.deferred import MICRO_BATCH
-    from backhaul_lab.bench.training import LARGE
+    from backhaul_lab.harness.training import LARGE, MICRO_BATCH
     from backhaul_lab.simulate.calibration import calibrate
 
     torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from math import log10
 from typing import Any
 
-from backhaul_lab.simulate.chart import COLORS, GREY, ChartLine, ChartPoint, LineChart, draw
+from backhaul_lab.harness.chart import COLORS, GREY, ChartLine, ChartPoint, LineChart, draw
 from backhaul_lab.simulate.costs import Costs, KnownCosts, Setup, step_of_torch_s, step_without_checkpointing_s
 from backhaul_lab.simulate.deferred import BlockSetup, predict_block
 from backhaul_lab.simulate.model import predict

@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from backhaul_lab.bench.noise import busy_s, process_ran_s
-from backhaul_lab.bench.stage import OVER_TCP
 from backhaul_lab.experiment.nodes.cpu_shares import CpuShares
 from backhaul_lab.experiment.nodes.fabric import Fabric
-from backhaul_lab.experiment.nodes.processes import NodeError, NodeProcess
 from backhaul_lab.experiment.plan.cells import Cell
 from backhaul_lab.experiment.plan.shares import NodeShares
 from backhaul_lab.experiment.plan.spec import Experiment
+from backhaul_lab.harness.core_times import busy_s, process_ran_s
+from backhaul_lab.harness.processes import ChildError, ChildProcess
+from backhaul_lab.harness.stage import OVER_TCP
 
 VARIANTS = ("none", "torch", "backhaul")
 """Names of the variants in records: without checkpointing, with torch.utils.checkpoint, and with Backhaul."""
@@ -66,7 +66,7 @@ class Measurement:
         try:
             with _emptied(self._folder) as folder, ExitStack() as opened:
                 record |= self._measure(cell, repeat, shares, folder, opened)
-        except NodeError as error:
+        except ChildError as error:
             record |= {"status": FAILED, "why": str(error), "log": error.log}
         except subprocess.CalledProcessError as error:
             why = f"{' '.join(map(str, error.cmd))} has ended with code {error.returncode}"
@@ -146,7 +146,7 @@ class Turns:
         trainers: The trainers' processes, which are ready.
     """
 
-    def __init__(self, experiment: Experiment, fabric: Fabric, trainers: Sequence[NodeProcess]) -> None:
+    def __init__(self, experiment: Experiment, fabric: Fabric, trainers: Sequence[ChildProcess]) -> None:
         self._experiment, self._fabric, self._trainers = experiment, fabric, trainers
 
     def run(self) -> dict[str, Any]:
@@ -220,8 +220,8 @@ class Turns:
                 trainer.write("")
         return [self._answer(trainer) for trainer in self._trainers]
 
-    def _answer(self, trainer: NodeProcess) -> dict[str, Any]:
-        """Reads an answer of a trainer. Raises NodeError if there is none, or if it is none."""
+    def _answer(self, trainer: ChildProcess) -> dict[str, Any]:
+        """Reads an answer of a trainer. Raises ChildError if there is none, or if it is none."""
         line = trainer.read(self._experiment.nodes.step_timeout_s)
         try:
             answer: dict[str, Any] = json.loads(line)
@@ -247,7 +247,7 @@ class Turns:
 class _Load:
     """How much the machine's cores have worked until now, for others and for us."""
 
-    def __init__(self, ours: Sequence[NodeProcess]) -> None:
+    def __init__(self, ours: Sequence[ChildProcess]) -> None:
         self._at_s = time.monotonic()
         self._cores = sorted(os.sched_getaffinity(0))
         self._busy_s = sum(busy_s(core) for core in self._cores)

@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from backhaul_lab.bench.machine import describe
 from backhaul_lab.experiment.conduct.measurement import FAILED, OK, UNEQUAL, Measurement, OpenFabric
 from backhaul_lab.experiment.conduct.progress import Progress
 from backhaul_lab.experiment.conduct.records import Records, Visit
@@ -17,6 +16,7 @@ from backhaul_lab.experiment.nodes.fabric import LocalFabric
 from backhaul_lab.experiment.plan.cells import Cell, SpecError
 from backhaul_lab.experiment.plan.shares import NodeShares, shares_of
 from backhaul_lab.experiment.plan.spec import Experiment
+from backhaul_lab.harness.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def node_shares(experiment: Experiment, cell: Cell) -> NodeShares:
 
         return shares_on_cluster(cell)
     why = cpu_shares.obstacle() if experiment.nodes.throttle else "nodes.throttle is false"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(usable_cores()) or os.cpu_count() or 1
     return shares_of(cell, cores, why)
 
 
@@ -142,17 +142,6 @@ def summary(record: Mapping[str, Any]) -> str:
     times = ", ".join(f"{name} {step_s * 1e3:.0f} ms" for name, step_s in by_name.items())
     marks = ", core-bound" if record["shares"]["is_core_bound"] else ""
     return f"{times}{marks}"
-
-
-def machine() -> dict[str, Any]:
-    """Describes this machine: hardware, versions and the date."""
-    described = describe(-1, -1, "cpu")
-    for key in ("trainer_core", "worker_core"):
-        del described["hardware"][key]
-    described["hardware"]["usable_cores"] = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return described
 
 
 def store_path(text: str) -> str:

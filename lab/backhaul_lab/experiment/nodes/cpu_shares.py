@@ -15,7 +15,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Protocol
 
-from backhaul_lab.bench import throttle
+from backhaul_lab.harness import throttle
 
 PERIOD_US = 20_000
 """Period of the quota: short beside a step, and long beside a context switch."""

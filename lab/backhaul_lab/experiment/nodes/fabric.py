@@ -1,6 +1,5 @@
 """Where the nodes of a cell run, and the links between them: on this machine, in namespaces, or on a Ray cluster."""
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from math import ceil
@@ -8,12 +7,11 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from backhaul_lab.experiment.nodes.network import Bridge, Host
-from backhaul_lab.experiment.nodes.processes import NodeProcess
 from backhaul_lab.experiment.plan.cells import Cell
 from backhaul_lab.experiment.plan.spec import NodesSpec
+from backhaul_lab.harness.processes import MODULE, ChildProcess
 from backhaul_runtime.process.credentials import make_token
 
-_PYTHON = (sys.executable, "-P", "-m")
 _PORT = 50051
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -38,19 +36,19 @@ class Fabric(Protocol):
 
     address: str
     token_file: str
-    workers: list[NodeProcess]
-    trainers: list[NodeProcess]
-    processes: list[NodeProcess]
+    workers: list[ChildProcess]
+    trainers: list[ChildProcess]
+    processes: list[ChildProcess]
     has_all_processes: bool
 
     def start_workers(self) -> None:
-        """Starts all workers, and waits until they serve. Raises NodeError if one does not."""
+        """Starts all workers, and waits until they serve. Raises ChildError if one does not."""
 
-    def start_trainer(self) -> NodeProcess:
+    def start_trainer(self) -> ChildProcess:
         """Starts a trainer process, which waits for its settings."""
         ...
 
-    def collector(self, store: str) -> NodeProcess | None:
+    def collector(self, store: str) -> ChildProcess | None:
         """Starts the process that writes the history; None if it cannot reach the workers."""
         ...
 
@@ -75,14 +73,14 @@ class LocalFabric:
 
     def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path, *, is_in_namespaces: bool) -> None:
         self.address = self.token_file = ""
-        self.workers: list[NodeProcess] = []
-        self.trainers: list[NodeProcess] = []
-        self.processes: list[NodeProcess] = []
+        self.workers: list[ChildProcess] = []
+        self.trainers: list[ChildProcess] = []
+        self.processes: list[ChildProcess] = []
         self.has_all_processes = True
         self._cell, self._nodes, self._folder = cell, nodes, folder
         self._opened = ExitStack()
         self._bridge: Bridge | None = None
-        self._collector: NodeProcess | None = None
+        self._collector: ChildProcess | None = None
         self._worker_hosts: list[Host] = []
         self._trainer_hosts: list[Host] = []
         if is_in_namespaces:
@@ -92,16 +90,16 @@ class LocalFabric:
             make_token(Path(self.token_file))
 
     def start_workers(self) -> None:
-        """Starts all workers at once, and waits until they serve. Raises NodeError if one does not."""
+        """Starts all workers at once, and waits until they serve. Raises ChildError if one does not."""
         for number in range(self._cell["workers"]):
             self.workers.append(self._start_worker(number))
         addresses = [self._served_at(worker) for worker in self.workers]
         self.address = ",".join(self._linked(number, address) for number, address in enumerate(addresses))
 
-    def start_trainer(self) -> NodeProcess:
+    def start_trainer(self) -> ChildProcess:
         """Starts a trainer process, which waits for its settings."""
         number = len(self.trainers)
-        command = [*_PYTHON, "backhaul_lab.experiment.training.trainer"]
+        command = [*MODULE, "backhaul_lab.experiment.training.trainer"]
         if self._bridge is not None:
             host = self._bridge.host()
             self._trainer_hosts.append(host)
@@ -110,9 +108,9 @@ class LocalFabric:
         self.trainers.append(trainer)
         return trainer
 
-    def collector(self, store: str) -> NodeProcess | None:
+    def collector(self, store: str) -> ChildProcess | None:
         """Starts the process that writes the history."""
-        command = [*_PYTHON, "backhaul_lab.experiment.conduct.collector", store, self.address, self.token_file]
+        command = [*MODULE, "backhaul_lab.experiment.conduct.collector", store, self.address, self.token_file]
         command = command if self._bridge is None else self._bridge.hub.command(*command)
         self._collector = self._node("collector", command, {})
         return self._collector
@@ -127,15 +125,15 @@ class LocalFabric:
         )
         return trainers, workers
 
-    def _start_worker(self, number: int) -> NodeProcess:
+    def _start_worker(self, number: int) -> ChildProcess:
         options = ["--device", "cpu", *self._nodes.worker_options]
         if self._bridge is None:
-            command = [*_PYTHON, "backhaul", "worker", "--listen", "127.0.0.1:0", *options]
+            command = [*MODULE, "backhaul", "worker", "--listen", "127.0.0.1:0", *options]
         else:
             host = self._bridge.host()
             self._worker_hosts.append(host)
             where = ["--listen", f"{self._behind_link(host)}:{_PORT}", "--token-file", self.token_file, "--plaintext"]
-            command = host.command(*_PYTHON, "backhaul", "worker", *where, *options)
+            command = host.command(*MODULE, "backhaul", "worker", *where, *options)
             if self._cell["bandwidth"]:
                 trainers, workers = self._cell["trainers"], self._cell["workers"]
                 peers = ceil(trainers / workers) if self._nodes.one_worker_each else trainers
@@ -155,18 +153,18 @@ class LocalFabric:
             return address
         host = self._worker_hosts[number] if self._bridge is not None else None
         link = (address, host.address if host else "127.0.0.1", latency_s, bytes_per_s, self._nodes.window_kib << 10)
-        command = [*_PYTHON, "backhaul_lab.experiment.nodes.link_proxy", *map(str, link)]
+        command = [*MODULE, "backhaul_lab.harness.link_proxy", *map(str, link)]
         proxy = self._node(f"link of worker {number}", host.command(*command) if host else command, {})
         return proxy.read(self._nodes.start_timeout_s)
 
-    def _served_at(self, worker: NodeProcess) -> str:
+    def _served_at(self, worker: ChildProcess) -> str:
         return worker.read(self._nodes.start_timeout_s).rpartition(" ")[2]
 
     def _node(
         self, name: str, command: list[str], environment: Mapping[str, str], *, ends_with_stdin: bool = True
-    ) -> NodeProcess:
+    ) -> ChildProcess:
         log = self._folder / f"{name.replace(' ', '-')}.log"
-        node = NodeProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
+        node = ChildProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
         self.processes.append(node)
         self._opened.callback(node.end)
         return node

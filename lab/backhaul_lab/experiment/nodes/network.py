@@ -10,11 +10,11 @@ import subprocess
 from contextlib import ExitStack
 from typing import Any, Self
 
+from backhaul_lab.harness.processes import WITH_ITS_PARENT
+
 SUBNET = "10.77.0"
 HUB = f"{SUBNET}.1"
 """Address of the bridge, which is a host of its own."""
-WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
-"""What a command begins with that ends when the process that started it does."""
 _BURST_S, _QUEUE_MS = 0.002, 50
 """What a token bucket and the queue in front of a link hold: seconds of traffic, and milliseconds for each peer."""
 _SMALLEST_BURST = 70_000

@@ -2,21 +2,18 @@
 
 import os
 import socket
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 from backhaul_lab.experiment.nodes.fabric import ENVIRONMENT
-from backhaul_lab.experiment.nodes.processes import NodeError, NodeProcess
 from backhaul_lab.experiment.plan.cells import Cell, SpecError
 from backhaul_lab.experiment.plan.shares import NodeShares
 from backhaul_lab.experiment.plan.spec import NodesSpec
+from backhaul_lab.harness.processes import MODULE, ChildError, ChildProcess
 from backhaul_runtime.process.ray_fleet import NEEDS_RAY, default_address, has_ray, join
 from backhaul_server.fleet import control
 from backhaul_server.fleet.spec import WorkerSpec
-
-_PYTHON = (sys.executable, "-P", "-m")
 
 
 def join_cluster(address: str) -> None:
@@ -50,9 +47,9 @@ class RayFabric:
 
     def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path) -> None:
         self.address, self.token_file = "", nodes.token_file
-        self.workers: list[NodeProcess] = []
-        self.trainers: list[NodeProcess] = []
-        self.processes: list[NodeProcess] = []
+        self.workers: list[ChildProcess] = []
+        self.trainers: list[ChildProcess] = []
+        self.processes: list[ChildProcess] = []
         self.has_all_processes = False  # Ray may place workers on this machine, too
         self._cell, self._nodes, self._folder = cell, nodes, folder
         self._fleet = f"experiment-{os.getpid()}"
@@ -60,7 +57,7 @@ class RayFabric:
         self._opened = ExitStack()
 
     def start_workers(self) -> None:
-        """Starts all workers at once, and waits until they serve. Raises NodeError if one does not."""
+        """Starts all workers at once, and waits until they serve. Raises ChildError if one does not."""
         protected = ("--token-file", self.token_file, "--plaintext") if self.token_file else ()
         spec = WorkerSpec((*self._nodes.worker_options, *protected, "--device", "cpu"), 1, 0)
         self._actors = control.start(self._fleet, range(self._cell["workers"]), spec)
@@ -68,10 +65,10 @@ class RayFabric:
         workers = control.wait_until_settled(self._fleet, self._actors, self._nodes.start_timeout_s)
         for worker in workers:
             if worker.state != "serving":
-                raise NodeError(f"{worker.name} is {worker.state}", worker.trouble)
+                raise ChildError(f"{worker.name} is {worker.state}", worker.trouble)
         self.address = ",".join(worker.address for worker in workers)
 
-    def start_trainer(self) -> NodeProcess:
+    def start_trainer(self) -> ChildProcess:
         """Starts a trainer process, which waits for its settings."""
         trainer = self._node(
             f"trainer {len(self.trainers)}", "backhaul_lab.experiment.training.trainer", environment=ENVIRONMENT
@@ -79,7 +76,7 @@ class RayFabric:
         self.trainers.append(trainer)
         return trainer
 
-    def collector(self, store: str) -> NodeProcess | None:
+    def collector(self, store: str) -> ChildProcess | None:
         """Starts the process that writes the history."""
         return self._node(
             "collector", "backhaul_lab.experiment.conduct.collector", store, self.address, self.token_file
@@ -89,9 +86,9 @@ class RayFabric:
         """Returns zeros: the links of other machines are not counted."""
         return 0, 0
 
-    def _node(self, name: str, *command: str, environment: Any = None) -> NodeProcess:
+    def _node(self, name: str, *command: str, environment: Any = None) -> ChildProcess:
         log = self._folder / f"{name.replace(' ', '-')}.log"
-        node = NodeProcess(name, [*_PYTHON, *command], log, environment)
+        node = ChildProcess(name, [*MODULE, *command], log, environment)
         self.processes.append(node)
         self._opened.callback(node.end)
         return node

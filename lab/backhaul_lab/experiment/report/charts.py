@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from backhaul_lab.bench.rounds import Spread
 from backhaul_lab.experiment.plan.axes import AXES, Axis, Value
 from backhaul_lab.experiment.report.results import CellResult
-from backhaul_lab.simulate.chart import COLORS, DARK, GREY, ChartLine, ChartPoint, LineChart
+from backhaul_lab.harness.chart import COLORS, DARK, GREY, ChartLine, ChartPoint, LineChart
+from backhaul_lab.harness.rounds import Spread
 
 NONE, TORCH, BACKHAUL = "without checkpointing", "torch.utils.checkpoint", "Backhaul"
 _EQUAL = 0.02

@@ -10,7 +10,7 @@ from typing import Any
 from backhaul_lab.experiment.plan.axes import AXES
 from backhaul_lab.experiment.report.charts import ReportChart, figures
 from backhaul_lab.experiment.report.results import USED, CellResult, results
-from backhaul_lab.simulate.chart import draw
+from backhaul_lab.harness.chart import draw
 
 _STYLE = """
 body { font: 16px/1.55 system-ui, sans-serif; color: #111827; background: #fff; max-width: 880px; margin: 2rem auto;

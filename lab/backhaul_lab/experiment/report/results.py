@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from backhaul_lab.bench.rounds import Spread
 from backhaul_lab.experiment.plan.cells import Cell
+from backhaul_lab.harness.rounds import Spread
 
 USED = 0.8
 """A visit is disturbed if its trainers, while they only computed, got less than this part of their share of a core."""

@@ -5,10 +5,11 @@ it is ready, and ends when its stdin is closed.
 """
 
 import json
-import os
 import sys
 from collections import Counter
 from typing import IO, TYPE_CHECKING, Any
+
+from backhaul_lab.harness.processes import answers_only
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -89,9 +90,7 @@ class Trainer:
 
 def main() -> None:
     """Serves the runner until stdin is closed."""
-    # What a model of the user's own prints must not be taken for an answer.
-    output, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)  # nor what libraries and processes of it write to the descriptor itself
+    output = answers_only()
     import torch  # noqa: F401  it takes seconds, during which the workers start
 
     line = sys.stdin.readline()

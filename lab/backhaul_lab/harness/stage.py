@@ -1,18 +1,14 @@
 """The two cores of a measurement, and the processes that it starts on them."""
 
 import os
-import select
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from backhaul_lab.bench.noise import Core, pin
+from backhaul_lab.harness.core_times import Core, pin
+from backhaul_lab.harness.processes import MODULE, ChildError, ChildProcess, descendants
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -20,7 +16,6 @@ if TYPE_CHECKING:
 OVER_TCP: Mapping[str, Any] = {"shared_memory": False, "unix_socket": False}
 """Options of a session that uses TCP for a worker on the same host, as for a worker on another host."""
 _START_S = 60.0
-_END_S = 5.0
 
 
 @dataclass
@@ -60,7 +55,7 @@ class Stage:
 
     def tcp_worker(self, *options: str) -> str:
         """Starts a worker that listens on TCP. Returns its address as "host:port"."""
-        line = self.start([sys.executable, "-P", "-m", "backhaul", "worker", "--listen", "127.0.0.1:0", *options])[1]
+        line = self.start([*MODULE, "backhaul", "worker", "--listen", "127.0.0.1:0", *options])[1]
         return line.rpartition(" ")[2]
 
     def start(
@@ -69,7 +64,7 @@ class Stage:
         core: Core | None = None,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = _START_S,
-    ) -> tuple["subprocess.Popen[str]", str]:
+    ) -> tuple[ChildProcess, str]:
         """Starts a process on a core, the worker's by default.
 
         Args:
@@ -82,25 +77,18 @@ class Stage:
             The process and its first line on stdout.
 
         Raises:
-            RuntimeError: The process printed no line in time. It was ended.
+            ChildError: The process printed no line in time. It was ended.
         """
         core = core or self.worker
         with _inherited(core.number):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, **(environment or {})},
-                start_new_session=True,  # A process group of its own, so that its children are killed too.
-            )
+            process = ChildProcess(" ".join(command), command, environment=environment, ends_with_stdin=False)
         try:
-            line = read_line(process.stdout, timeout_s, command)
-        except RuntimeError:
-            _end(process)
+            line = process.read(timeout_s)
+        except ChildError:
+            process.end()
             raise
-        self._started.callback(_end, process)
-        core.pids += [process.pid, *descendants(process.pid)]
+        self._started.callback(process.end)
+        core.pids += process.pids
         return process, line
 
     def __enter__(self) -> Self:
@@ -112,16 +100,6 @@ class Stage:
         self._started.close()
 
 
-def read_line(pipe: IO[str] | None, timeout_s: float, what: object = "a process") -> str:
-    """Returns the next line of a process. Raises RuntimeError if none arrives in time."""
-    assert pipe is not None
-    ready, _, _ = select.select([pipe], [], [], timeout_s)
-    line = pipe.readline().strip() if ready else ""
-    if not line:
-        raise RuntimeError(f"{what} printed nothing within {timeout_s:g} s, or has ended")
-    return line
-
-
 @contextmanager
 def _inherited(core: int) -> Iterator[None]:
     """Makes processes that this thread starts run on another core."""
@@ -131,29 +109,3 @@ def _inherited(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def descendants(pid: int) -> list[int]:
-    """Returns the ids of all processes that a process has started directly or indirectly."""
-    pids: list[int] = []
-    with suppress(OSError):  # The process has just ended.
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in map(int, (thread / "children").read_text().split()):
-                pids += [child, *descendants(child)]
-    return pids
-
-
-def _end(process: "subprocess.Popen[str]") -> None:
-    with suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        process.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(BrokenPipeError):
-                pipe.close()

@@ -4,23 +4,6 @@ import os
 
 VARIABLE = "BACKHAUL_BENCH_DEVICE"
 """Environment variable with the device, "cpu" or "cuda"."""
-GROUPS = frozenset(
-    {
-        "steps",
-        "small_frozen",
-        "small",
-        "deferred",
-        "deferred_lora",
-        "deferred_lost",
-        "deferred_wire",
-        "peak_flat",
-        "peaks",
-        "wire",
-        "growth",
-        "telemetry",
-    }
-)
-"""Groups that are measured on an accelerator too. The other groups do not compute on one."""
 
 
 def measured() -> str:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from backhaul.demo.model import Block
-from backhaul_lab.bench.device import measured
-from backhaul_lab.bench.rounds import UnequalGradientsError
+from backhaul_lab.harness.device import measured
+from backhaul_lab.harness.rounds import UnequalGradientsError
 
 WIDTH = 512
 DROPOUT = 0.1
@@ -21,6 +21,8 @@ LARGE = (4, 256)
 """Batch size and length of inputs with 1,024 tokens."""
 SMALL = (1, 64)
 """Batch size and length of inputs with 64 tokens."""
+MICRO_BATCH = (1, 256)
+"""Batch size and length of a micro-batch."""
 _RANK = 8
 _SEED = 0
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError
@@ -12,18 +13,37 @@ from typing import Any
 PACKAGES = ("backhaul", "torch", "grpcio", "protobuf", "numpy", "xxhash", "zstandard")
 HIVEMIND = "BACKHAUL_BENCH_HIVEMIND"
 """Environment variable with the Python of an environment that has hivemind."""
+_CORES = 2
 
 
-def describe(trainer_core: int, worker_core: int, device: str) -> dict[str, Any]:
-    """Returns hardware, versions and date as JSON. `device` is "cpu" or "cuda"."""
+def usable_cores() -> list[int]:
+    """Returns the numbers of the cores that this process may use, in order; empty if the kernel does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def two_cores() -> list[int]:
+    """Returns the numbers of the trainer's core and of the worker's. Raises ValueError if this machine has no two."""
+    usable = usable_cores()
+    if len(usable) < _CORES:
+        raise ValueError(f"measuring needs Linux and {_CORES} cores, one for the trainer and one for the worker")
+    return usable[:_CORES]
+
+
+def describe(cores: Sequence[int] = (), device: str = "cpu") -> dict[str, Any]:
+    """Returns hardware, versions and date as JSON.
+
+    Args:
+        cores: Numbers of the trainer's core and of the worker's, if each has one.
+        device: The device that is measured, "cpu" or "cuda".
+    """
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": {
             "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
             "cores": os.cpu_count() or 0,
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "trainer_core": trainer_core,
-            "worker_core": worker_core,
+            "usable_cores": len(usable_cores()) or os.cpu_count() or 1,
+            **dict(zip(("trainer_core", "worker_core"), cores, strict=False)),
             "tcp_congestion_control": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
             "load_average": os.getloadavg()[0],
             "device": _device_name(device),

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from backhaul_lab.bench.device import synchronize
-from backhaul_lab.bench.noise import NOISY, Core, foreign_share, settle
+from backhaul_lab.harness.core_times import NOISY, Core, foreign_share, settle
+from backhaul_lab.harness.device import synchronize
 
 ENOUGH = 5
 """Least number of kept rounds for a conclusive result."""

@@ -1,31 +1,34 @@
-"""A process of a node: started with pipes and a log, read with timeouts, and ended with all of its children."""
+"""Processes of a measurement: started with pipes, read with timeouts, and ended with all of their children."""
 
 import os
 import select
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from time import monotonic
 from typing import IO
 
-from backhaul_lab.bench.noise import process_ran_s
-from backhaul_lab.bench.stage import descendants
-from backhaul_lab.experiment.nodes.network import WITH_ITS_PARENT
+from backhaul_lab.harness.core_times import process_ran_s
 
+WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
+"""What a command begins with that ends when the process that started it does."""
+MODULE = (sys.executable, "-P", "-m")
+"""What a command begins with that runs a module."""
 _LAST_LINES, _LAST_BYTES, _END_S = 25, 20_000, 10.0
 _CHILDREN_TICKS = slice(13, 15)
 """Fields cutime and cstime of /proc/PID/stat, counted from the one after the name."""
 
 
-class NodeError(Exception):
-    """A node did not come up, or ended.
+class ChildError(RuntimeError):
+    """A process did not come up, or ended.
 
     Args:
-        message: What happened to the node.
-        log: The last lines of the node's log.
+        message: What happened to the process.
+        log: The last lines of the process' log.
     """
 
     def __init__(self, message: str, log: str = "") -> None:
@@ -33,13 +36,13 @@ class NodeError(Exception):
         self.log = log
 
 
-class NodeProcess:
-    """A process of a node. It ends with this process, however that ends.
+class ChildProcess:
+    """A process that ends with this process, however that ends.
 
     Args:
-        name: Name of the node in messages.
+        name: Name of the process in messages.
         command: The program and its arguments.
-        log: File to which the process writes its standard error.
+        log: File to which the process writes its standard error; None for that of this process.
         environment: Variables that are added to the environment.
         ends_with_stdin: Whether the process ends by itself, in order, when its stdin is closed.
     """
@@ -48,7 +51,7 @@ class NodeProcess:
         self,
         name: str,
         command: Sequence[str],
-        log: Path,
+        log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         *,
         ends_with_stdin: bool = True,
@@ -58,14 +61,14 @@ class NodeProcess:
         self._log = log
         self._buffer = b""
         self._is_asked = False
-        with log.open("ab") as errors:
+        with nullcontext() if log is None else log.open("ab") as errors:
             self._process = subprocess.Popen(
                 [*(WITH_ITS_PARENT if shutil.which(WITH_ITS_PARENT[0]) else ()), *command],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Ctrl-C reaches only the runner, which then ends its nodes in order.
+                start_new_session=True,  # Ctrl-C reaches only this process, which then ends the others in order.
             )
 
     @property
@@ -74,11 +77,11 @@ class NodeProcess:
         return [self._process.pid, *descendants(self._process.pid)]
 
     def ran_s(self) -> float:
-        """Returns the CPU seconds of the node's processes, also of those that have ended, as a killed one."""
+        """Returns the CPU seconds of the process and its children, also of those that have ended, as a killed one."""
         return sum((process_ran_s(pid) or 0.0) + _children_ran_s(pid) for pid in self.pids)
 
     def write(self, line: str) -> None:
-        """Writes a line to the process. Raises NodeError if it has ended."""
+        """Writes a line to the process. Raises ChildError if it has ended."""
         try:
             _pipe(self._process.stdin).write(line.encode() + b"\n")
             _pipe(self._process.stdin).flush()
@@ -86,7 +89,7 @@ class NodeProcess:
             raise self.error("has ended") from None
 
     def read(self, timeout_s: float) -> str:
-        """Returns the next line of the process. Raises NodeError if it ends, or prints none in time."""
+        """Returns the next line of the process. Raises ChildError if it ends, or prints none in time."""
         until_s = monotonic() + timeout_s
         output = _pipe(self._process.stdout)
         while b"\n" not in self._buffer:
@@ -99,6 +102,10 @@ class NodeProcess:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.decode()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the process, and to none that it has started."""
+        self._process.send_signal(number)
 
     def kill_serving(self) -> None:
         """Kills the processes that this one has started, which it restarts if it is the parent of a worker."""
@@ -129,13 +136,42 @@ class NodeProcess:
             os.killpg(group, signal.SIGKILL)
         _pipe(self._process.stdout).close()
 
-    def error(self, what: str) -> NodeError:
+    def error(self, what: str) -> ChildError:
         """Returns an error that says what the process did, with the end of its log."""
         ended = ""
         if what == "has ended":
             with suppress(subprocess.TimeoutExpired):  # its pipes are closed before it can be waited for
                 ended = f" with code {self._process.wait(_END_S)}"
-        return NodeError(f"{self.name} {what}{ended}", end_of(self._log))
+        return ChildError(f"{self.name} {what}{ended}", "" if self._log is None else end_of(self._log))
+
+
+def interrupt_on_sigterm() -> None:
+    """Makes SIGTERM raise KeyboardInterrupt, so that the processes that were started are ended."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def answers_only() -> IO[str]:
+    """Returns standard output for the answers of this process. All else that is written to it goes to standard error.
+
+    So what libraries, children and a model of the user's own print is not taken for an answer.
+    """
+    output, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)
+    return output
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the ids of all processes that a process has started directly or indirectly."""
+    pids: list[int] = []
+    with suppress(OSError):  # The process has just ended.
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (thread / "children").read_text().split()):
+                pids += [child, *descendants(child)]
+    return pids
 
 
 def end_of(log: Path) -> str:

@@ -1,16 +1,17 @@
 """Holds processes to a share of their core by stopping and continuing them. Imports no torch.
 
 A process of its own does this, so that the measuring process is not interrupted. Usage:
-`python -m backhaul_lab.bench.throttle SHARE CORE PID...`; it ends when its stdin is closed.
+`python -m backhaul_lab.harness.throttle SHARE CORE PID...`; it ends when its stdin is closed.
 """
 
 import os
 import select
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+
+from backhaul_lab.harness.processes import MODULE, ChildProcess
 
 PERIOD_S = 0.02
 """Short beside a segment's backward, and long beside a context switch."""
@@ -25,14 +26,12 @@ def to(share: float, pids: Sequence[int], core: int) -> Iterator[None]:
         pids: The processes, which run nowhere else.
         core: The core of the process that stops and continues them; another one than theirs.
     """
-    command = [sys.executable, "-P", "-m", "backhaul_lab.bench.throttle", str(share), str(core), *map(str, pids)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        try:
-            yield
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+    command = [*MODULE, "backhaul_lab.harness.throttle", str(share), str(core), *map(str, pids)]
+    process = ChildProcess("throttle", command)
+    try:
+        yield
+    finally:
+        process.end()
 
 
 def main(share: float, core: int, pids: Sequence[int]) -> None:
