@@ -12,6 +12,7 @@ from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, Telemetry
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
+from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, HELD_BYTES, TrainerReports
 from conftest import wait_until
@@ -53,7 +54,7 @@ def test_a_step_adds_up_its_calls() -> None:
     reporter, frames = Reporter(), [Frame(), Frame()]
     for frame in frames:
         call = reporter.call()
-        call.forward(frame, 0.5, overhead_s=0.01, saved_bytes=100)
+        call.forward(frame, Recording(), 0.5, overhead_s=0.01, packed_bytes=100)
         call.traffic(up_bytes=7)
         call.add(Decision.GRADIENTS, 0.25)
         call.traffic(down_bytes=9)
@@ -72,7 +73,7 @@ def test_a_step_adds_up_its_calls() -> None:
 def test_a_backward_on_a_worker_spares_the_trainer_its_own(backward_s: float, spared_s: float) -> None:
     reporter, frame = Reporter(), Frame()
     call = reporter.call()
-    call.forward(frame, 0.5, overhead_s=0.0, saved_bytes=0)
+    call.forward(frame, Recording(), 0.5, overhead_s=0.0, packed_bytes=0)
     # A worker that is five times as fast: its forward takes 0.1 s. Its own pauses must not count without limit.
     call.answered(Timing(recompute_at_s=100, recompute_s=0.1, backward_at_s=101, backward_s=backward_s), 0.0)
     call.add(Decision.GRADIENTS, 0.25)
@@ -86,7 +87,7 @@ def test_what_is_saved_goes_with_its_frame() -> None:
     reporter = Reporter()
     for _ in range(3):
         frame = Frame()
-        reporter.call().forward(frame, 0.1, 0.0, saved_bytes=100)
+        reporter.call().forward(frame, Recording(), 0.1, 0.0, packed_bytes=100)
         del frame
     reporter.telemetry.step()
     reporter.close()
@@ -96,7 +97,7 @@ def test_what_is_saved_goes_with_its_frame() -> None:
 def test_what_the_trainer_did_spares_it_nothing() -> None:
     reporter, frame = Reporter(), Frame()
     call = reporter.call()
-    call.forward(frame, 0.5, 0.0, 0)
+    call.forward(frame, Recording(), 0.5, 0.0, 0)
     call.fallback("the worker is gone", is_said=True)
     call.add(Decision.TRAINER, 0.5)
     reporter.telemetry.step()
@@ -111,7 +112,7 @@ def test_a_call_that_keeps_activations_is_kept_whoever_recomputes_what_comes_bef
     reporter, frame = Reporter(), Frame()
     call = reporter.call()
     call.kept("a custom autograd function")
-    call.forward(frame, 0.5, 0.0, 0)
+    call.forward(frame, Recording(), 0.5, 0.0, 0)
     call.add(Decision.TRAINER, 0.25)
     reporter.telemetry.step()
     reporter.close()
@@ -143,9 +144,9 @@ def test_a_step_without_calls_is_none() -> None:
 def test_a_call_is_told_once_its_frame_is_gone_or_its_step_has_ended() -> None:
     reporter, frame, other = Reporter(), Frame(), Frame()
     gone, waits, done = reporter.call("gone"), reporter.call("waits"), reporter.call("done")
-    gone.forward(frame, 0.1, 0.0, 0)
+    gone.forward(frame, Recording(), 0.1, 0.0, 0)
     for call in (waits, done):
-        call.forward(other, 0.1, 0.0, 0)
+        call.forward(other, Recording(), 0.1, 0.0, 0)
     done.add(Decision.GRADIENTS, 0.1)
     del frame
     reporter.telemetry.start()

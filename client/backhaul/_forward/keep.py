@@ -2,8 +2,10 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +15,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from backhaul._backward.frame import Frame, RecordedSegment, Uses
-from backhaul._backward.handles import CheckpointedCall, Handles, awaited
+from backhaul._backward.handles import CheckpointedCall, HandleTable, awaited
 from backhaul._backward.lineage import Lineage, Recipe
+from backhaul._backward.local_recompute import ReplayOptions
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
 from backhaul._backward.remote_side import RemoteSegment
 from backhaul._dispatch.prediction import PendingCall
@@ -22,14 +25,17 @@ from backhaul._forward.destination import Destination
 from backhaul._forward.graft import graft, origin_of
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
 from backhaul._forward.reference_counts import has_other_references
+from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
+from backhaul._torch_api.selective import Selection
 from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.durations import Duration
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
     container_node,
     pytree,
+    version_of,
 )
 
 
@@ -58,28 +64,73 @@ class Local(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BegunCall:
+    """A call that is about to run.
+
+    Attributes:
+        call: The call, with its recording.
+        arguments: The tensors among its arguments.
+        recorder: The recorder of the call.
+        pack: The hook for what autograd saves in the call.
+        table: Makes the handles of the call's saved tensors.
+        context: The context to run the function in.
+        replay_options: The options for a recomputation on the trainer.
+        selection: The selective-checkpoint policy of the call; None if it has none.
+        pending: The object that `Destination.begin` returned for the call; None if `begin` failed.
+    """
+
+    call: CheckpointedCall
+    arguments: list[Tensor]
+    recorder: Recorder
+    pack: SavedTensorHooks
+    table: HandleTable
+    context: AbstractContextManager[Any]
+    replay_options: ReplayOptions
+    selection: Selection | None
+    pending: PendingCall | None
+
+
 class EndedCall:
     """A call that has ended, before it is decided what is kept of it.
 
-    Attributes:
+    Args:
         destination: The dispatcher that segments go to.
-        call: The call, with its recording.
-        recorder: The recorder of the call.
-        pending: The object that `Destination.begin` returned for the call; None if `begin` failed.
+        begun: The call as it began.
         returned: A list with the return value of the call as its only item.
-        handles: The handles of the call's saved tensors.
-        build: Constructs the frame from what is decided here.
         forward: What the call took.
+
+    Attributes:
+        call: The call, with its recording.
+        handles: The handles of the call's saved tensors.
     """
 
-    destination: Destination
-    call: CheckpointedCall
-    recorder: Recorder
-    pending: PendingCall | None
-    returned: list[Any]
-    handles: Handles
-    build: Callable[..., Frame]
-    forward: Duration
+    def __init__(self, destination: Destination, begun: BegunCall, returned: list[Any], forward: Duration) -> None:
+        self.destination, self.returned, self.forward = destination, returned, forward
+        self.recorder, self.pending, self.handles = begun.recorder, begun.pending, begun.table.handles
+        self.call = begun.call
+        if begun.pack.has_kept_region:
+            self.call = replace(begun.call, inside_reason="regions of it keep their activations")
+        self._begun = begun
+
+    def frame(self, **decided: Any) -> Frame:
+        """Returns the frame of the call, from what was decided of it."""
+        begun = self._begun
+        return Frame(
+            self.call,
+            self.handles,
+            replay_options=replace(begun.replay_options, trace=self.recorder.trace),
+            arguments=[(weakref.ref(one), version_of(one)) for one in begun.arguments if not _is_copied(one)],
+            is_mutated=begun.selection is not None and begun.selection.is_mutated,
+            **decided,
+        )
+
+
+def _is_copied(argument: Tensor) -> bool:
+    """Whether backward takes an argument's value from a copy, so that the caller may write to it, as into a cache.
+
+    A write to an argument that takes a gradient is an error in torch, whatever backward would compute.
+    """
+    return not argument.requires_grad and unsupported_reason(argument) is None
 
 
 def decide(
@@ -139,7 +190,7 @@ def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
     call.check_strict(refusal.reason, refusal.cause)
     call.log.fallback(refusal.reason)
     lineage = _lineage(ended, ended.recorder.so_far())
-    return ended.build(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
+    return ended.frame(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
 
 
 def _lineage(ended: EndedCall, program: Program) -> Lineage:
@@ -182,7 +233,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
             call.log.kept(decision.reason)
         # Backward can ask for nothing: all that autograd saved is kept by the caller, or has died with its graph.
         if not (program.saved_count and awaited(ended.handles)):
-            return ended.build(local_reason=_local_reason(decision)), returned[0]
+            return ended.frame(local_reason=_local_reason(decision)), returned[0]
         del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
     # Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
     predecessors = []
@@ -202,7 +253,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     if remote is not None:
         lineage.find_recipes(partial(_recipe, call, sources, edges))
     mark_given(lineage, sources, edges)
-    frame = ended.build(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
+    frame = ended.frame(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
     if not isinstance(decision, Graft):
         whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
         if whole is not None:

@@ -1,6 +1,5 @@
 """The saved-tensor hooks of a checkpointed call."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -53,24 +52,29 @@ class SavedTensorHooks:
             # the following ones go to autograd.
             pop_saved_tensor_hooks()
             return tensor.detach()
-        recorder.note_saved(tensor)
-        handle = table.add(len(recorder.recording.saved) - 1)
-        if self._selection is not None:
+        guarded = recorder.recording.guarded
+        handle = guarded(self._noted, recorder, table, tensor) or Handle(table, -1)
+        if self._selection is not None:  # it may call hooks of the user, whose errors pass
             handle.kept = self._selection.keep(tensor)
             if handle.kept is not None:
-                self._expect(handle.kept, handle.index, tensor)
+                guarded(self._expect, handle.kept, handle.index, tensor)
         if handle.kept is not None:
             return handle
-        is_statistic = unsupported_reason(tensor) is None and hides_write(recorder.op, tensor)
-        in_kept_region = is_in_kept_region()
+        is_statistic = bool(guarded(_is_statistic, recorder.op, tensor))
+        in_kept_region = bool(guarded(is_in_kept_region))
         self.has_kept_region |= in_kept_region
         if not in_kept_region and not recorder.has_lost_track:
-            recorder.recording.guarded(self._count, tensor)
+            guarded(self._count, tensor)
         if in_kept_region or recorder.has_lost_track:
             handle.kept = self._kept(handle.index, tensor, is_statistic=is_statistic)
         else:
             self._of_this_op.append((handle, tensor, is_statistic))
         return handle
+
+    @staticmethod
+    def _noted(recorder: Recorder, table: HandleTable, tensor: Tensor) -> Handle:
+        recorder.note_saved(tensor)
+        return table.add(len(recorder.recording.saved) - 1)
 
     def _count(self, tensor: Tensor) -> None:
         assert self.recorder is not None
@@ -124,13 +128,14 @@ class SavedTensorHooks:
         return self._hold(tensor, layout, address)
 
     def _kept(self, index: int, tensor: Tensor, *, is_statistic: bool) -> KeptTensor:
-        """Keeps a tensor. If a step of our own fails, it is kept as autograd would keep it, without our checks."""
+        """Keeps a tensor, after a step of our own has failed as autograd would keep it, without our checks."""
         assert self.recorder is not None
-        is_plain = unsupported_reason(tensor) is None
+        recording = self.recorder.recording
+        is_plain = recording.guarded(unsupported_reason, tensor) is None
         # The recorder and dispatch modes around the call must not see this. Tensor subclasses must, to keep their type.
         with DisablePythonDispatcher(), DisableTorchDispatch() if is_plain else nullcontext():
-            kept = self.recorder.recording.guarded(self._keep, index, tensor, is_statistic)
-            kept = kept or KeptTensor(tensor.detach(), version_of(tensor), _modified(tensor))
+            kept = None if recording.failure else recording.guarded(self._keep, index, tensor, is_statistic)
+            kept = kept or KeptTensor(tensor.detach(), version_of(tensor), _modified)
             if self._hooks is not None:  # an error of theirs is the user's
                 kept.pack(*self._hooks)
         return kept
@@ -141,24 +146,24 @@ class SavedTensorHooks:
             tensor = copy_exact(tensor)
         elif unsupported_reason(tensor) is None and self.recorder.sources.is_of_argument(tensor):
             tensor = self._copy(tensor)
-        kept = KeptTensor(tensor.detach(), version_of(tensor), _modified(tensor))
+        kept = KeptTensor(tensor.detach(), version_of(tensor), _modified)
         self._expect(kept, index, tensor)
         return kept
 
 
-def _modified(tensor: Tensor) -> Callable[[Tensor], Exception]:
-    """Returns what makes the error for a kept tensor that was written to after it was saved."""
+def _modified(tensor: Tensor, saved_version: int) -> Exception:
+    """Returns the error for a kept tensor that was written to after it was saved."""
     is_plain = unsupported_reason(tensor) is None
-    version, shape = version_of(tensor), list(tensor.shape) if is_plain else type(tensor).__name__
+    return SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"{list(tensor.shape) if is_plain else type(tensor).__name__} is at version {version_of(tensor)}, it was saved "
+        f"at {saved_version}. This also fails without checkpointing: use the out-of-place op"
+    )
 
-    def error(changed: Tensor) -> Exception:
-        return SavedTensorModifiedError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor {shape} is at version {version_of(changed)}, it was saved at {version}. This "
-            "also fails without checkpointing: use the out-of-place op"
-        )
 
-    return error
+def _is_statistic(op: str, tensor: Tensor) -> bool:
+    """Whether an op writes to a tensor that autograd saves of it, although it reads none of that in backward."""
+    return unsupported_reason(tensor) is None and hides_write(op, tensor)
 
 
 def unpack(handle: Handle | Tensor) -> Tensor:

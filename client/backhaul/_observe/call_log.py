@@ -1,12 +1,17 @@
 """What is known of one checkpointed call: for the report of its name, and for telemetry."""
 
+from collections.abc import Callable
+from functools import wraps
 from time import time
+from typing import ParamSpec
 
 from backhaul._observe.events import EventKind
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._observe.telemetry import Telemetry
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
+from backhaul_runtime.errors import log_once
 from backhaul_runtime.process.death_queue import DeathNotice
+from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.tensors.durations import Duration, wait_s
 from backhaul_runtime.wire.protocol import MAX_NAME
 from backhaul_runtime.wire.telemetry import MAX_SPANS
@@ -17,12 +22,26 @@ _USUAL_BACKWARD, _LONGEST_BACKWARD = 2.0, 3.0
 meanwhile, too, and what they took for those must not look like something that the trainer was spared."""
 
 Lane = telemetry_pb2.Lane
+P = ParamSpec("P")
+
+
+def _safe(note: Callable[P, None]) -> Callable[P, None]:
+    """Lets a method log what it would raise."""
+
+    @wraps(note)
+    def safely(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            note(*args, **kwargs)
+        except Exception as error:  # no variable may refer to it: its traceback refers to frames
+            log_once(error, "The report misses something. Please report it.")
+
+    return safely
 
 
 class CallLog:
     """The log of one checkpointed call. It is counted under its name, and reported with its step.
 
-    All methods are thread-safe.
+    All methods are thread-safe. Those that note something raise nothing: no count may end a forward or a backward.
 
     Args:
         log: The log of all calls with this name.
@@ -38,7 +57,6 @@ class CallLog:
     """
 
     def __init__(self, log: SegmentLog, telemetry: Telemetry | None = None) -> None:
-        log.call()
         self._log = log
         self._telemetry = telemetry
         self._frame: DeathNotice | None = None
@@ -53,36 +71,48 @@ class CallLog:
         self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
         self.saved_bytes = 0
         self.largest_drift = 0.0
-        self.step, self.number, self.position = telemetry.began(self, log.name) if telemetry else (0, 0, 0)
+        self.step = self.number = self.position = 0
+        self._begin()
+
+    @_safe
+    def _begin(self) -> None:
+        self._log.call()
+        if self._telemetry is not None:
+            self.step, self.number, self.position = self._telemetry.began(self, self.name)
 
     @property
     def name(self) -> str:
         """The name of the checkpointed function or module."""
         return self._log.name
 
-    def forward(self, frame: object, function: Duration, overhead_s: float, saved_bytes: int) -> None:
+    @_safe
+    def forward(
+        self, frame: object, recording: Recording, function: Duration, overhead_s: float, packed_bytes: int
+    ) -> None:
         """Notes a forward that has just ended.
 
         Args:
             frame: The frame of the segment. When it dies, the call is complete.
+            recording: The recording of the call.
             function: What the function took by itself.
             overhead_s: Seconds for which Backhaul occupied the thread.
-            saved_bytes: Bytes that autograd saved, minus those that the trainer keeps.
+            packed_bytes: Bytes that autograd saved and that are not kept.
         """
-        self.saved_bytes = saved_bytes
+        self.saved_bytes = packed_bytes - recording.kept_bytes
         if self._telemetry is None:
             return
         self._function, self.overhead_s = function, overhead_s
         self._span(
             Lane.LANE_FORWARD, _began_at_s(function) - (overhead_s if isinstance(function, float) else 0.0), function
         )
-        self._frame = self._telemetry.hold(frame, saved_bytes, overhead_s)
+        self._frame = self._telemetry.hold(frame, self.saved_bytes, overhead_s)
 
     @property
     def is_gone(self) -> bool:
         """Whether forward has ended and no backward can need the segment any more."""
         return self._frame is not None and self._frame() is None
 
+    @_safe
     def add(self, decision: Decision, took: Duration) -> None:
         """Counts a recomputation that has just ended, and the time for which backward waited for it."""
         self._log.add(decision, took)
@@ -98,6 +128,7 @@ class CallLog:
             self._telemetry.recomputed(decision, 0.0 if on_trainer else took, spared, factor)
         self._backward_factor = 0.0
 
+    @_safe
     def wait(self, took: Duration) -> None:
         """Adds a time for which backward waited until now."""
         self._log.wait(took)
@@ -105,6 +136,7 @@ class CallLog:
         if self._telemetry is not None:
             self._telemetry.waited(took)
 
+    @_safe
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
         """Counts the bytes of messages."""
         self._log.traffic(up_bytes, down_bytes)
@@ -113,16 +145,19 @@ class CallLog:
         if self._telemetry is not None:
             self._telemetry.moved(up_bytes, down_bytes)
 
+    @_safe
     def spared(self, size_bytes: int) -> None:
         """Counts bytes that were not sent because only the differences of parameters were."""
         self._log.spared(size_bytes)
         if self._telemetry is not None:
             self._telemetry.spared(size_bytes)
 
+    @_safe
     def uploaded(self, took_s: float) -> None:
         """Notes the seconds of an upload that has just ended."""
         self._span(Lane.LANE_UPLOAD, time() - took_s, took_s)
 
+    @_safe
     def answered(self, timing: segment_pb2.Timing, clock_offset_s: float) -> None:
         """Notes when a worker did the work of an answer whose last byte has just arrived.
 
@@ -152,27 +187,32 @@ class CallLog:
         sent_at_s = done_at_s - clock_offset_s
         self._span(Lane.LANE_DOWNLOAD, sent_at_s, arrived_at_s - sent_at_s)
 
+    @_safe
     def drift(self, drift: float) -> None:
         """Notes the drift of a recomputation."""
         self._log.drift(drift)
         self.largest_drift = max(self.largest_drift, drift)
 
+    @_safe
     def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
         """Notes why the trainer recomputes the segment, see `SegmentLog`."""
         self.reason = reason
         self._log.on_trainer(reason, is_said=is_said, step=self._counted_step)
 
+    @_safe
     def kept(self, reason: str) -> None:
         """Notes why activations are kept, see `SegmentLog`."""
         self.reason, self.decision = reason, Decision.KEPT
         self._log.kept(reason, step=self._counted_step)
 
+    @_safe
     def taken(self, needs_inside: str) -> None:
         """Notes that a worker got the segment, and why it will return activations; empty if it returns gradients."""
         self.reason = needs_inside or "only its gradients are needed"
         if needs_inside:
             self._log.inside(needs_inside)
 
+    @_safe
     def fallback(self, reason: str, *, is_said: bool = False, is_refusal: bool = False) -> None:
         """Notes why the segment runs on the trainer instead of a worker, see `SegmentLog`.
 

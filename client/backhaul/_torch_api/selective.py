@@ -198,7 +198,8 @@ class KeptTensor:
     Args:
         tensor: The detached tensor to keep.
         version: The version counter that the tensor must still have; None for any.
-        error: Returns the error for another version; by default torch's RuntimeError of selective checkpointing.
+        error: Returns the error for a tensor of another version, from the tensor and the right version; by default
+            torch's RuntimeError of selective checkpointing.
 
     Attributes:
         digest: The `saved_digest` that the tensor must have; empty for a kind of tensor without one.
@@ -208,7 +209,7 @@ class KeptTensor:
         self,
         tensor: Tensor,
         version: int | None,
-        error: Callable[[Tensor], Exception] = lambda _: RuntimeError(MUTATED),
+        error: Callable[[Tensor, int], Exception] = lambda *_: RuntimeError(MUTATED),
     ) -> None:
         self._packed: Any = tensor
         self._version = version
@@ -239,7 +240,7 @@ class KeptTensor:
         """Returns the tensor. Raises an error if it was written to."""
         tensor: Tensor = self._packed
         if not self._unpacks and self._version is not None and version_of(tensor) != self._version:
-            raise self._error(tensor)
+            raise self._error(tensor, self._version)
         for unpack in reversed(self._unpacks):
             tensor = unpack(tensor)
         return tensor

@@ -45,7 +45,10 @@ class OpRecorder:
 
     def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         """Returns the node of an op that is about to run; None if no node is recorded for it."""
-        recording, op_rules = self._call.recording, rules(op)
+        recording = self._call.recording
+        op_rules = recording.guarded(rules, op)
+        if op_rules is None:
+            return None
         self._call.op.begin(op_rules.name)  # whatever fails afterwards, hooks know which op saves a tensor
         node = recording.guarded(self._begin, op, op_rules, args, kwargs)
         if op_rules.written:

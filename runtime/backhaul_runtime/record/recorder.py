@@ -111,7 +111,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             with draws or nullcontext():
                 returned = op(*args, **kwargs)
         except BaseException:
-            call.forget_op()
+            self.recording.guarded(call.forget_op)
             raise
         finally:
             call.op.end()
@@ -139,7 +139,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             with watch.within():
                 returned = run()
         except BaseException:
-            call.forget_op()
+            self.recording.guarded(call.forget_op)
             raise
         finally:
             call.op.end()

@@ -155,6 +155,12 @@ class Recording:
         return ""
 
     @property
+    def kept_bytes(self) -> int:
+        """The bytes of sources that the trainer keeps for backward, without leaves, which it has anyway."""
+        kept = [source.layout for source in self.sources if not source.is_leaf and source.kept_value is not None]
+        return sum([layout.span_bytes for layout in kept])
+
+    @property
     def states_to_send(self) -> list[bytes]:
         """The `generator_states`, with empty bytes for those that a replay reaches by itself."""
         return [b"" if number in self.continuing else state for number, state in enumerate(self.generator_states)]
