@@ -3,8 +3,9 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from backhaul_server.worker.engine.segment_machine import Key, SegmentMachine
 MOST_UNPUSHED = 64
 MOST_UNPREDICTABLE = 32
 _NOTHING = Footprint(0, 0, 0)
+T = TypeVar("T")
 
 Operation = Callable[[SegmentInputs, LiveReplay | None], RunResult]
 """The work of a request: takes the segment's inputs and its replay, if one is ready. Runs in the executor's thread."""
@@ -66,6 +68,18 @@ class SegmentRequest:
     expected_s: float
     arrived_at_s: float
     answer: "asyncio.Future[RunResult]"
+
+
+def result_of(answer: "asyncio.Future[T]") -> T:
+    """Returns the result of a future that is done, or raises a copy of its error.
+
+    A raised error refers to the frames that it passes. These refer to the future, which refers to its error: the cycle
+    would keep the tensors of the frames alive.
+    """
+    error = answer.exception()
+    if error is not None:
+        raise copy(error)
+    return answer.result()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from time import time
 
@@ -396,7 +397,7 @@ def _outcome(
     try:
         return perform(inputs, ready)
     except BackhaulError as error:
-        return error
+        return copy(error)  # without its traceback, which refers to the tensors of the run
     except Exception as error:  # a bug of the worker: the trainer recomputes, and the log has the traceback
         logger.exception("A run failed with an unexpected error.", extra=segment.about)
         return WorkerError(f"the worker failed: {type(error).__name__}: {error}")

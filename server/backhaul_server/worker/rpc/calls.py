@@ -49,7 +49,11 @@ Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
 
 
 async def _abort(context: Context, error: Exception) -> None:
-    """Ends a call with the status of an error, and with metadata from which the client raises the error again."""
+    """Ends a call with the status of an error, and with metadata from which the client raises the error again.
+
+    gRPC keeps the error that this raises, which refers to the given one. So that may not refer to the request's frames.
+    """
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     if not isinstance(error, BackhaulError):
         error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")

@@ -15,7 +15,7 @@ from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode, field_of
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
-from backhaul_server.worker.engine.segment import Segment, SegmentRequest
+from backhaul_server.worker.engine.segment import Segment, SegmentRequest, result_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Outgoing:
 
 def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool) -> bytes:
     """Encodes the answer to a request for saved tensors, which has run, without its tensors."""
-    recomputed = submitted.answer.result()
+    recomputed = result_of(submitted.answer)
     result = segment_pb2.RecomputeResult(
         saved_digests=recomputed.saved_digests,
         views=[encode_view(view) for view in recomputed.bundle.views],
@@ -45,7 +45,7 @@ def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped:
 
 def backward_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool = False) -> bytes:
     """Encodes the answer to a request for a backward, which has run, without its tensors."""
-    result = _backward_result(segment, submitted.answer.result(), submitted.arrived_at_s)
+    result = _backward_result(segment, result_of(submitted.answer), submitted.arrived_at_s)
     return segment_pb2.BackwardResponse(result=result, striped=is_striped).SerializeToString()
 
 

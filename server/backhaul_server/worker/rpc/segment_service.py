@@ -25,7 +25,7 @@ from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
-from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
+from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState, result_of
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
@@ -178,7 +178,7 @@ class SegmentServicer(Servicer):
             self.worker.replay_ahead(session, request.upcoming_segments)
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
-            result = submitted.answer.result()
+            result = result_of(submitted.answer)
             with (
                 self._engine.sending(session, result.bundle.size_bytes),
                 self._outgoing(session, request, result.bundle.tensors) as outgoing,
@@ -197,7 +197,7 @@ class SegmentServicer(Servicer):
         with self._backward(carried.message) as (segment, submitted):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
-            result = submitted.answer.result()
+            result = result_of(submitted.answer)
             with (
                 self._engine.sending(segment.session, result.bundle.size_bytes),
                 self._outgoing(segment.session, carried.message, result.bundle.tensors) as outgoing,
@@ -230,14 +230,14 @@ class SegmentServicer(Servicer):
         with self._backward(carried.message) as (segment, submitted):
             await asyncio.wait([submitted.answer], timeout=PROGRESS_INTERVAL_S)
             most_bytes = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
-            if not submitted.answer.done() or submitted.answer.result().bundle.size_bytes > most_bytes:
+            if not submitted.answer.done():
                 return None
-            if submitted.answer.result().parts > MANY_PARTS:
+            result = result_of(submitted.answer)
+            if result.bundle.size_bytes > most_bytes or result.parts > MANY_PARTS:
                 return None
-            async for _ in self._until_computed(submitted.answer.result().bundle.tensors):
+            async for _ in self._until_computed(result.bundle.tensors):
                 return None
-            writer = self._shared_writer(segment.session, carried.message.answer)
-            outgoing = batches(submitted.answer.result().bundle.tensors, writer)
+            outgoing = batches(result.bundle.tensors, self._shared_writer(segment.session, carried.message.answer))
             first, more = next(outgoing, None), next(outgoing, None)
             if more is not None:
                 return None
@@ -342,7 +342,7 @@ class SegmentServicer(Servicer):
                 self.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
-            sums = answer.result()
+            sums = result_of(answer)
             async for _ in self._until_computed(sums.values()):
                 self.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
@@ -415,7 +415,7 @@ class SegmentServicer(Servicer):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
-        async for _ in self._until_computed(answer.result().bundle.tensors):
+        async for _ in self._until_computed(result_of(answer).bundle.tensors):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=True)
 
