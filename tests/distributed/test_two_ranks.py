@@ -6,7 +6,7 @@ from distributed.cases import CASES, ERRORS, SHARDED
 from support.processes import WorkerProcess
 from support.torchrun import Outcome, outcomes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 LOCAL = {
     "tensor parallel": "tensor subclass DTensor, whose parts are on several ranks (tensor parallelism)",

@@ -18,7 +18,7 @@ from backhaul_lab.harness.stage import Stage
 T = TypeVar("T")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_clients_without_torch_are_answered_with_the_right_gradient(tmp_path: Pa
     assert on_stage(answered)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_started_is_ended_and_was_pinned() -> None:
     cores = sorted(os.sched_getaffinity(0))
     with Stage.of(cores[0], cores[-1], os.getpid()) as stage:

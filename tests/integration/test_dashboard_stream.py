@@ -77,7 +77,7 @@ def test_sigterm_ends_it_within_a_second_with_streams_open() -> None:
             assert list(lines)[-1] == ""  # they end as they should, after a whole event
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_listener_that_does_not_read_costs_nobody_anything() -> None:
     with (
         Fleet(50, 100) as fleet,

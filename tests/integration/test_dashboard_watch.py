@@ -126,7 +126,7 @@ def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWor
         wait_until(lambda: [run["run"] for run in dashboard.items("runs")] == [good.run], "only the good one is taken")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
     with Fleet(50, 10_000) as fleet, Dashboard(*fleet.addresses) as dashboard:
         wait_until(lambda: dashboard.api("segments?limit=1")["total"] == 10_000, "all are told")

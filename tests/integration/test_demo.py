@@ -72,7 +72,7 @@ def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path
         assert variant["segments_remote"] + variant["fallbacks"] == 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     process = demo("--steps", "1", "--dashboard", "--serve")
     assert process.stdout is not None

@@ -35,7 +35,13 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, said.out, said.err
 
 
-@pytest.mark.parametrize("model", ["plain", "with_keywords_and_loss", "lora", "of_experiment"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "with_keywords_and_loss",
+        *[pytest.param(model, marks=pytest.mark.nightly) for model in ("plain", "lora", "of_experiment")],
+    ],
+)
 def test_a_model_that_travels(
     worker: WorkerProcess, capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str
 ) -> None:
@@ -121,6 +127,7 @@ def test_a_wrong_token_is_a_failed_check(capsys: pytest.CaptureFixture[str], tmp
         assert run(capsys, "--worker", process.address, "--token-file", str(right))[0] == 0
 
 
+@pytest.mark.nightly
 def test_a_wrong_authority_is_a_failed_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     certificates.make(tmp_path / "right", ["localhost", "127.0.0.1"], 30)
     certificates.make(tmp_path / "wrong", ["localhost", "127.0.0.1"], 30)
@@ -133,7 +140,7 @@ def test_a_wrong_authority_is_a_failed_check(capsys: pytest.CaptureFixture[str],
         assert run(capsys, "--worker", process.address, "--tls", str(tmp_path / "right/trainer"))[0] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_is_a_command_with_its_modules_beside_it(worker: WorkerProcess, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\ndef example():\n"

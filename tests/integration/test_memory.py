@@ -25,7 +25,7 @@ def measured(worker: WorkerProcess, *layers: int) -> dict[str, dict[str, int]]:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
     peaks = measured(worker, 4)["4"]
     for count in ("live", "resident"):

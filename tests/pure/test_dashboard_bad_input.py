@@ -170,7 +170,7 @@ def _check_values(node: Any) -> None:
         assert abs(node) <= 1.001e19
 
 
-SLOW = settings(max_examples=60, suppress_health_check=list(HealthCheck))
+SLOW = settings(max_examples=30, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.slow
