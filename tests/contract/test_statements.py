@@ -100,6 +100,16 @@ TESTS = {
     "**Inner tensors that outlive the call**": [
         "semantics/test_remote.py::test_an_interior_tensor_that_outlives_the_call"
     ],
+    "**A custom backward that writes to a tensor of others**": [
+        "semantics/test_function_writes.py::test_a_write_to_an_argument_or_output_is_an_error_once",
+        "semantics/test_function_writes.py::test_a_write_to_a_captured_parameter_reaches_it",
+        "semantics/test_function_writes.py::test_memory_of_the_inside_that_someone_keeps",
+        "semantics/test_function_writes.py::test_a_backward_that_names_a_way_to_write_unseen_stays_on_the_trainer",
+    ],
+    "**A custom backward that overwrites what it has saved": [
+        "semantics/test_function_writes.py::test_a_second_backward_starts_from_the_values_of_forward",
+        "semantics/test_function_writes.py::test_an_op_before_the_function_starts_from_the_values_of_forward",
+    ],
     "**torch.compile.**": [
         "integration/test_compile.py::test_a_graph_breaks_cleanly_around_a_segment",
         "integration/test_compile.py::test_compiled_code_inside_a_segment_keeps_its_activations",
@@ -115,7 +125,6 @@ WITHOUT_TEST = {
     "**Selective policies under autocast.**": "torch's own modes differ in the same way",
     "**Forward in several threads.**": "says that bits may differ, which they need not in any one run",
     "**An op that uses four or more parameters**": "says that an order may differ, which it need not in any one run",
-    "**A custom backward that changes what it has saved**": "says what is not noticed",
     "**`torch.autograd.graph.get_gradient_edge`**": "says what is of no use",
 }
 """Statements that no test can hold, each with the reason."""

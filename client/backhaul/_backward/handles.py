@@ -4,9 +4,11 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul._backward import local_recompute
 from backhaul._backward.value_check import CheckpointError
@@ -14,10 +16,15 @@ from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import KeptTensor
 from backhaul_runtime.errors import NotRemoteError
+from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.torch_internals.pre_dispatch import unobserved
+from backhaul_runtime.replay.backward_watch import WRITES
+from backhaul_runtime.tensors.digest import content_digest, saved_digest
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals.pre_dispatch import after_backward, unobserved
 from backhaul_runtime.torch_internals.private import is_plain_backward
+from backhaul_runtime.torch_internals.storages import storage_key
 
 CPU = torch.device("cpu")
 
@@ -96,14 +103,16 @@ class Handle:
         table: The table of all handles of the call. It leads to the frame, so the handle keeps the frame alive.
         index: The position of the saved tensor among those of the call.
         kept: The tensor, if it stays on the trainer.
+        storage: The storage of the saved tensor, if a custom function saved it, whose backward may write to it.
     """
 
-    __slots__ = ("__weakref__", "index", "kept", "table")
+    __slots__ = ("__weakref__", "index", "kept", "storage", "table")
 
     def __init__(self, table: "HandleTable", index: int) -> None:
         self.table = table
         self.index = index
         self.kept: KeptTensor | None = None
+        self.storage: StorageWeakRef | None = None
 
 
 Handles = Mapping[int, weakref.ref[Handle]]
@@ -146,7 +155,22 @@ class HandleTable:
 
     def unpack(self, handle: Handle) -> Tensor:
         """Returns a tensor that autograd saved. Any thread that runs backward may call it."""
-        return self._unpack_early(handle) if self._unpack is None else self._unpack(handle)
+        tensor = self._unpack_early(handle) if self._unpack is None else self._unpack(handle)
+        if handle.storage is not None:
+            after_backward(partial(self._check_written, handle.index, handle.storage, tensor))
+        return tensor
+
+    def _check_written(self, index: int, storage: StorageWeakRef, tensor: Tensor) -> None:
+        """Raises ReplayError if a custom backward has written to a copy while the tensor that it saved still exists.
+
+        Whoever has that tensor would see the write without checkpointing. If nobody has it, nobody misses the write.
+        """
+        if storage.expired() or storage.cdata == storage_key(tensor):  # type: ignore[no-untyped-call]
+            return
+        saved, layout = self._call.recording.saved[index], layout_of(tensor)
+        if saved_digest(layout, content_digest(tensor, layout)) != saved.digest:
+            names.deny(saved.op, f"the backward of {saved.op} {WRITES}")
+            raise local_recompute.lost_write(self._call.name, [saved.op], "a tensor that outlives the forward")
 
     def _unpack_early(self, handle: Handle) -> Tensor:
         """Returns a tensor for a backward inside the call, or for a graph that outlived a failed call."""

@@ -166,7 +166,33 @@ def gradients_here(
         if ways is None and not program.functions:
             ambient_state.apply(state, ambient_state.capture())
             return replay.backward(gradients)
-    return replay.backward(gradients, create_graph=torch.is_grad_enabled())
+    contributions = replay.backward(gradients, create_graph=torch.is_grad_enabled())
+    _check_written(name, recording, replay)
+    return contributions
+
+
+def _check_written(name: str, recording: Recording, replay: Replay) -> None:
+    """Raises ReplayError if a custom backward has written to a copy: the trainer's own tensor stays as it was."""
+    for number, functions in replay.written.items():
+        if number >= len(recording.sources):
+            raise lost_write(name, functions, "an output of the segment")
+        if recording.sources[number].is_copy:
+            raise lost_write(name, functions, "an input of the segment")
+
+
+def lost_write(name: str, functions: Sequence[str], what: str) -> ReplayError:
+    """Returns the error for a segment whose backward has written to what others use too.
+
+    Args:
+        name: The name of the segment.
+        functions: The custom functions that may have written.
+        what: The thing that they have written to, with its article.
+    """
+    return ReplayError(
+        f"segment {name}: the backward of {' or '.join(functions)} has written to {what}, and a recomputation "
+        "has a copy of it, so the write would be lost. From the next forward on the function stays on the trainer: run "
+        "forward again, or start the worker without allowing the function"
+    )
 
 
 def saved_here(

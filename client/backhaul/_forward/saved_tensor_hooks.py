@@ -3,12 +3,14 @@
 from contextlib import nullcontext
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul._backward.handles import Handle, HandleTable
 from backhaul._torch_api.kept_regions import is_in_kept_region
 from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write
+from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
@@ -74,7 +76,10 @@ class SavedTensorHooks:
     @staticmethod
     def _noted(recorder: Recorder, table: HandleTable, tensor: Tensor) -> Handle:
         recorder.note_saved(tensor)
-        return table.add(len(recorder.recording.saved) - 1)
+        handle = table.add(len(recorder.recording.saved) - 1)
+        if is_function_name(recorder.op) and unsupported_reason(tensor) is None:
+            handle.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return handle
 
     def _count(self, tensor: Tensor) -> None:
         assert self.recorder is not None

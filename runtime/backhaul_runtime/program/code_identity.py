@@ -138,9 +138,13 @@ _OF_TENSORS = frozenset(
         *("_post_accumulate_grad_hooks", "__class__", "__dict__", "__hash__", "__reduce__", "__reduce_ex__"),
         *("hash", "vars", "dir", "repr", "copy", "deepcopy"),
         *("is_anomaly_enabled", "is_anomaly_check_nan_enabled", "initial_seed", "get_rng_state", "manual_seed"),
+        "metadata",  # of the context, which is a node of the graph
     }
 )
 """Names by which a backward asks for more than the bytes of what was saved, or for a setting that programs lack."""
+
+_UNSEEN_WRITES = frozenset({"numpy", "data", "__array__", "to_dlpack", "from_dlpack", "__dlpack__"})
+"""Names by which a backward may write to a tensor so that neither a version counter nor a mode shows it."""
 
 _CLASSES = ("Parameter", "Buffer", "UninitializedParameter", "UninitializedBuffer")
 _ASKING = (type, id, hash, vars, dir, repr, is_, is_not, copy.copy, copy.deepcopy)
@@ -168,8 +172,13 @@ def _asked(cls: type, digest: str) -> str:
     walk, codes = _reached(cls, ("backward", "vjp"))
     for name in ("backward", "vjp"):
         method = inspect.unwrap(getattr(cls, name))
-        if isinstance(method, FunctionType) and (stored := stored_attributes(method.__code__)):
+        if not isinstance(method, FunctionType):
+            continue
+        if stored := stored_attributes(method.__code__):
             return f"stores {stored} on its context"
+        # The code that it calls may name these: much reads by NumPy, and writes are noticed when they happen.
+        if unseen := min(_UNSEEN_WRITES & {*names_in(method.__code__), *texts_in(method.__code__)}, default=""):
+            return f"may write by {unseen} to a tensor of the trainer"
     names = {name for code in codes for name in (*names_in(code), *texts_in(code))} | walk.texts
     if asked := min(_OF_TENSORS & names, default=""):
         return f"may read {asked} of what it saved"

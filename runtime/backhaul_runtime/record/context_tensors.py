@@ -12,7 +12,9 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from backhaul_runtime.tensors.layout import unsupported_reason
 from backhaul_runtime.torch_internals.private import base_of, identity_of, references_in_torch
+from backhaul_runtime.torch_internals.storages import storage_key
 
 _OF_THIS_TEST = 2  # references: of a variable, and of the argument of the call that counts them
 
@@ -32,6 +34,11 @@ class ContextTensors:
         self._tensors[key] = weakref.ref(tensor)
         if base is not None:
             self._views.setdefault(identity_of(base), set()).add(key)
+
+    def storages(self) -> set[int]:
+        """Returns the keys of the storages of the tensors that still exist."""
+        alive = [tensor for known in self._tensors.values() if (tensor := known()) is not None]
+        return {storage_key(tensor) for tensor in alive if unsupported_reason(tensor) is None}
 
     def is_only_holder(self, key: int) -> bool:
         """Whether all references to a tensor, given by its identity, come from contexts."""

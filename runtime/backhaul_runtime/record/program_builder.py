@@ -34,14 +34,16 @@ class ProgramBuilder:
         self._states = states
         self._interior = interior
         self._saving_nodes = 0  # number of nodes up to the last one that saved a tensor
-        self._recorded_saves = self._recorded_sources = 0  # saved tensors and sources of the nodes recorded so far
+        self._recorded_saves = 0  # saved tensors of the nodes recorded so far
+        self._sources_used: list[int] = []  # by each node and those before it
         self._left_out: tuple[Node, ...] = ()
 
     def add(self, node: Node) -> None:
         """Adds a node that has run, with the tensors that autograd saved in it."""
         self.nodes.append(node)
         self._states.node_added()
-        self._recorded_saves, self._recorded_sources = len(self._recording.saved), len(self._recording.sources)
+        self._recorded_saves = len(self._recording.saved)
+        self._sources_used += [len(self._recording.sources)] * (len(self.nodes) - len(self._sources_used))
 
     def add_leaf(self, ref: Ref) -> None:
         """Adds a node that makes a tensor a leaf, before the node that is being recorded."""
@@ -66,7 +68,9 @@ class ProgramBuilder:
         """Returns the program of a call that has ended, see `Recorder.finish`."""
         if self._recording.refusal is not None:
             early_stop = True
-            self._sources.cut(self._recorded_sources if self._recorded_saves else 0)
+            # What only later nodes read may change before backward, as a function that is no node may write to it.
+            needed = min(self._saving_nodes, len(self._sources_used))
+            self._sources.cut(self._sources_used[needed - 1] if needed and self._recorded_saves else 0)
         if early_stop:
             self._left_out = tuple(self.nodes[self._saving_nodes :])
             del self.nodes[self._saving_nodes :]

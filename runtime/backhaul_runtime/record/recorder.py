@@ -229,9 +229,11 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def outlived(self, outputs: Sequence[Tensor]) -> bool:
         """Whether a differentiable result that is no output is still referenced, as an auxiliary loss may be.
 
+        Or memory that a custom function has saved, whose backward may write to it.
+
         Call it once the call has ended and the caller holds no reference to its inside.
         """
-        return self._call.known.outlived(outputs)
+        return self._call.known.outlived(outputs) or self._call.functions.saves_outlive(outputs)
 
     def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
         """Returns the program of the call, which has ended. After a refusal it covers the ops before it (Rule 3).

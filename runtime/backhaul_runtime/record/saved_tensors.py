@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.record.running_call import RunningCall
@@ -49,6 +50,8 @@ class SavedTensorRecorder:
         else:
             content = call.contents.digest(tensor, layout)
         source = next(iter(call.sources.at(storage_key(tensor))), -1)
+        if source < 0 and is_function_name(call.op.name):
+            call.functions.note_saved(tensor)
         is_hidden = source < 0 and call.interior.is_hidden(tensor)
         if is_hidden:
             call.opaque.check_kept(call.op.name, tensor)

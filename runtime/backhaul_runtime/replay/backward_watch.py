@@ -135,7 +135,7 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
         with DisableTorchDispatch():
             for tensor in written_tensors(rules(op), args, kwargs):
                 if not self._is_own(tensor):
-                    self._watch.note(self._name, _WRITES)
+                    self._watch.note(self._name, WRITES)
                     self._watch.end()
 
     def _check_reads(self, tensors: Iterable[Tensor]) -> None:
@@ -189,7 +189,7 @@ _NEW = "aten.lift_fresh.default"
 """The op that `torch.tensor` calls with a tensor that no op has made."""
 
 _DRAWS = "draws random numbers, and only the trainer's generators can give those of a run without checkpointing"
-_WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"
+WRITES = "writes to a tensor that is not its own, and the trainer's tensor would stay as it was"
 CHANGES = "changes its context, and a later backward over the same graph would see that"
 """Why the backward of a function runs on the trainer only, and only once over a graph."""
 _READS = "reads a tensor that is not compared with the trainer's, as in a dict or an object of its module"

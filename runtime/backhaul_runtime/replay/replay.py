@@ -43,10 +43,11 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.backward_watch import CHANGES, BackwardWatch, context_digest, is_changed
+from backhaul_runtime.replay.backward_watch import CHANGES, WRITES, BackwardWatch, context_digest, is_changed
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
 from backhaul_runtime.replay.opaque_check import OpaqueCheck
+from backhaul_runtime.replay.outside_writes import OutsideWrites
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
@@ -116,6 +117,8 @@ class Replay:
     Attributes:
         drawn_from: The generator states before all draws so far, whether they were given or not.
         footprint: The measured footprint, copies of written sources included; None if not measured.
+        written: The functions whose backward may have written to a source or output, by its number as in
+            `Contribution.source`. Only for programs of this process: on a worker such a backward raises ReplayError.
 
     Raises:
         ProgramError: An op is not allowed, or the lists do not fit the program.
@@ -151,6 +154,7 @@ class Replay:
         self._custom: list[tuple[str, GraphNode]] = []  # these nodes, each with the name of its function
         self._states = iter(generator_states)
         self.drawn_from: list[bytes] = []
+        self.written: dict[int, list[str]] = {}
         # Sources are lent: another replay may read the same memory, so a program writes only to copies.
         self._sources = [
             copy_exact(tensor) if source.is_written else tensor.detach()
@@ -381,7 +385,7 @@ class Replay:
         with _checking(name):
             check.add(results)
             check.add_contexts(results)
-        self._packing.of_functions |= check.storages
+        self._packing.of_functions[name] |= check.storages
         self._packing.note(check.digest())
 
     def _check_identities(self) -> None:
@@ -504,6 +508,14 @@ class Replay:
             if is_changed(before, context_digest(node)):
                 names.deny(name, f"the backward of {name} {CHANGES}")
 
+    def _note_writes(self, writes: OutsideWrites) -> None:
+        """Keeps functions on the trainer that have written to sources or outputs. Raises ReplayError on a worker."""
+        self.written = writes.changed()
+        for name in sorted({name for writers in self.written.values() for name in writers}):
+            if not self._is_own:
+                raise ReplayError(f"the backward of {name} {WRITES}", function=name)
+            names.deny(name, f"the backward of {name} {WRITES}")
+
     def backward(self, gradients: Mapping[int, Tensor], *, create_graph: bool = False) -> list[Contribution]:
         """Runs the backward once. It frees the graph unless `create_graph` is set.
 
@@ -532,10 +544,12 @@ class Replay:
         inputs += [get_gradient_edge(output) for output, of_source in of_outputs if of_source]
         positions = [position for position in gradients if self._outputs[position].requires_grad]
         is_guarded = bool(self._program.functions) and not self._is_own
-        own = self._packing.of_functions - self._lent
+        own = set[int]().union(*self._packing.of_functions.values()) - self._lent
         # On the trainer a function may do anything, as without checkpointing. Only what a second backward would see of
         # it is noted. On a worker it is watched.
         contexts = [context_digest(node) for _, node in self._custom] if self._is_own else []
+        ends = (*enumerate(self._sources), *enumerate(self._outputs, len(uses) - len(self._outputs)))
+        writes = OutsideWrites(dict(ends), self._packing.of_functions)
         watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
             if inputs and positions:
@@ -549,6 +563,7 @@ class Replay:
                 )
             if watch is not None:
                 watch.end()
+            self._note_writes(writes)
             self._deny_changed(contexts)
             self._check_identities()
             if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):

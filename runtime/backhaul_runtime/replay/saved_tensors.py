@@ -1,5 +1,6 @@
 """The saved-tensor hooks of a replay: one notes what autograd saves, the other returns it to backward."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 
 import torch
@@ -59,7 +60,7 @@ class SavedTensorPacker:
         reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
         is_undefined: Says which of the tensors that the op saves have undefined bytes; None if none has.
         reads_sketch: Measurements of all tensors that the op reads, as for `reads`; else empty.
-        of_functions: Keys of the storages of what custom functions have saved.
+        of_functions: Keys of the storages of what each custom function has got, returned or kept, by its name.
         wants_sketches: Whether random projections of saved tensors are computed.
         sketches: The measurements for the random projection of each saved tensor, in order, possibly still on an
             accelerator; empty for a tensor in a `fixed` storage.
@@ -80,7 +81,7 @@ class SavedTensorPacker:
         self.op = ""
         self.reads: bytes | None = None
         self.is_undefined: Callable[[Tensor], bool] | None = None
-        self.of_functions: set[int] = set()
+        self.of_functions: defaultdict[str, set[int]] = defaultdict(set)
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
         """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
@@ -95,7 +96,7 @@ class SavedTensorPacker:
         if self._meter is not None:
             self._meter.saved(tensor)
         if is_function_name(self.op):
-            self.of_functions.add(storage_key(tensor))
+            self.of_functions[self.op].add(storage_key(tensor))
         saved = VersionedTensor(len(self.digests) - 1, tensor)
         if self._keep_saved:
             self.kept.append(saved)

@@ -257,12 +257,34 @@ def observe_backward(node: Any, around: Callable[[tuple[Any, ...]], AbstractCont
     setattr(node, BACKWARD_MODE, around)
 
 
+def after_backward(check: Callable[[], object]) -> None:
+    """Calls `check` when the custom backward that runs in this thread has ended without an exception, if one runs."""
+    if _running.checks:
+        _running.checks[-1].append(check)
+
+
+class _RunningBackwards(threading.local):
+    """The custom backwards that a thread runs, from outside to inside, each as the list of checks that follow it."""
+
+    def __init__(self) -> None:
+        self.checks: list[list[Callable[[], object]]] = []
+
+
+_running = _RunningBackwards()
+
+
 def _backward_applied(node: Any, *args: Any) -> Any:
     around = getattr(node, BACKWARD_MODE, None)
-    if around is None:
-        return _apply_backward(node, *args)
-    with around(args):
-        return _apply_backward(node, *args)
+    checks: list[Callable[[], object]] = []
+    _running.checks.append(checks)
+    try:
+        with nullcontext() if around is None else around(args):
+            returned = _apply_backward(node, *args)
+    finally:
+        _running.checks.pop()
+    for check in checks:
+        check()
+    return returned
 
 
 torch.autograd.function.BackwardCFunction.apply = _backward_applied  # type: ignore[method-assign]
