@@ -9,8 +9,9 @@ NOTE [Limits]
 3. A request beyond a limit fails with a LimitError that names the limit. The trainer then recomputes the segment.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from google.protobuf.message import Message
@@ -179,20 +180,24 @@ def check_size(kind: type[Message], data: bytes) -> None:
 
 def check_fields(message: Message) -> None:
     """Raises LimitError for a request with a list or a name that is too long."""
-    for path, limit in REQUESTS_BY_KIND[type(message)].fields.items():
-        for length in _lengths(message, path.split(".")):
+    for path, limit in _PATHS[type(message)]:
+        for length in _lengths(message, path):
             limit.check(length)
 
 
-def _lengths(message: Any, path: list[str]) -> Iterator[int]:
-    """Yields the lengths of all fields at a path. An empty last name stands for each item of a list."""
+def _lengths(message: Any, path: tuple[str, ...]) -> Iterable[int]:
+    """Returns the lengths of all fields at a path. An empty last name stands for each item of a list."""
     value = getattr(message, path[0])
     if len(path) == 1:
-        yield len(value)
-    elif path[1] == "":
-        yield from map(len, value)
-    elif isinstance(value, Message):
-        yield from _lengths(value, path[1:])
-    else:
-        for item in value:
-            yield from _lengths(item, path[1:])
+        return (len(value),)
+    if path[1] == "":
+        return map(len, value)
+    if isinstance(value, Message):
+        return _lengths(value, path[1:])
+    return chain.from_iterable([_lengths(item, path[1:]) for item in value])
+
+
+_PATHS = {
+    kind: [(tuple(path.split(".")), limit) for path, limit in limits.fields.items()]
+    for kind, limits in REQUESTS_BY_KIND.items()
+}

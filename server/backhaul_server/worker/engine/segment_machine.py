@@ -20,13 +20,14 @@ The machine never waits, computes or holds a tensor. The event loop's thread alo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import IntEnum, auto
+from typing import NamedTuple
 
 KEPT_EVENTS = 32
 """The number of events that a segment's history keeps."""
 
 
-class Phase(Enum):
+class Phase(IntEnum):  # its hash is computed in C, unlike that of an Enum
     """The work that the executor does for a segment."""
 
     SAVED = auto()  # nothing: only the inputs are stored
@@ -81,8 +82,7 @@ class InvalidTransitionError(AssertionError):
         return f"illegal event of a segment: {self.event}. Its last events, oldest first:{events}"
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """Names a request among those of its segment.
 
     Attributes:

@@ -55,6 +55,19 @@ OWNER_BYTES = 512
 """Bytes of an entry for each further session that possesses it."""
 
 
+_TIERS = (
+    "segments",
+    "sessions",
+    "arriving",
+    "cached",
+    "shared",
+    "running",
+    "ready",
+    "results",
+    "sums",
+    "sending",
+    "reserve",
+)
 _HELD, _INFLIGHT = frozenset({"segments", "sessions", "arriving", "sums"}), frozenset({"arriving", "sending"})
 """Tiers that the quotas of a credential count: what cannot be evicted, and what is on its way."""
 
@@ -150,7 +163,7 @@ class Store(Generic[T]):
     _ready: OrderedDict[Hashable, tuple[int, Callable[[], None]]] = field(default_factory=OrderedDict)
     _results: OrderedDict[Hashable, tuple[int, Callable[[], None] | None]] = field(default_factory=OrderedDict)
     _pinned: Counter[Hashable] = field(default_factory=Counter)
-    _bytes: Counter[str] = field(default_factory=Counter)
+    _bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_TIERS, 0))
     _pinned_bytes: int = 0
     _refusals: int = 0
     _evictions: int = 0
@@ -513,8 +526,7 @@ class Store(Generic[T]):
 
     def room_for_replays(self) -> int:
         """Returns the bytes that replays may take together: the budget without tensors, results and the run."""
-        kept = ("segments", "sessions", "arriving", "shared", "running", "results", "sending", "sums", "reserve")
-        return self.budget_bytes - sum(self._bytes[tier] for tier in kept) - self.free_shared_bytes()
+        return self._free_bytes() + self._bytes["ready"] + self._bytes["cached"]
 
     # Results
 

@@ -74,7 +74,6 @@ class Handover:
         self.worker = worker
         self.numbers = itertools.count(1)
         self._regions: dict[bool, list[weakref.ref[Region]]] = {False: [], True: []}  # by `is_down`
-        worker.store.free_shared_bytes = self._free_bytes
         self._tasks: set[asyncio.Task[object]] = set()
         self._unnamed: set[socket.socket] = set()
         self._path = path
@@ -116,6 +115,7 @@ class Handover:
 
     def track(self, region: Region, *, is_down: bool) -> None:
         """Counts a region until it is unmapped."""
+        self.worker.store.free_shared_bytes = self._free_bytes  # only now: each request asks for it many times
         self._regions[is_down] = [weakref.ref(mapped) for mapped in (*self._mapped(is_down=is_down), region)]
 
     def run(self, work: Coroutine[Any, Any, object]) -> None:
