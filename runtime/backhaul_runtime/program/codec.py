@@ -107,19 +107,18 @@ def decode_state(message: program_pb2.AmbientState) -> ambient_state.State:
 
     Removes unknown fields from `message`.
     """
-    settings = message.settings
-    if len(settings) > MAX_SETTINGS or any(len(settings[name].text) > MAX_SETTING for name in settings):
-        raise ProgramError(
-            f"{len(settings)} ambient settings, at most {MAX_SETTINGS} of {MAX_SETTING} characters each are allowed"
-        )
     message.DiscardUnknownFields()  # the cache keeps the encoding, and a client chooses their size
     return _decoded_state(message.SerializeToString(deterministic=True))
 
 
 @lru_cache(maxsize=32)  # the segments of a step have equal states
 def _decoded_state(encoded: bytes) -> ambient_state.State:
-    message = program_pb2.AmbientState.FromString(encoded)
-    return ambient_state.from_mapping({name: _setting(setting) for name, setting in message.settings.items()})
+    settings = program_pb2.AmbientState.FromString(encoded).settings
+    if len(settings) > MAX_SETTINGS or any(len(settings[name].text) > MAX_SETTING for name in settings):
+        raise ProgramError(
+            f"{len(settings)} ambient settings, at most {MAX_SETTINGS} of {MAX_SETTING} characters each are allowed"
+        )
+    return ambient_state.from_mapping({name: _setting(setting) for name, setting in settings.items()})
 
 
 @lru_cache(maxsize=32)
