@@ -68,9 +68,9 @@ def test_what_cannot_be_planned_is_explained(
 def test_a_session_trains_by_its_plan(worker: WorkerProcess, output: Path) -> None:
     from backhaul_lab.plan import text
     from backhaul_lab.plan.candidates import Candidate
-    from backhaul_lab.plan.measured import PlannedWorker
     from backhaul_lab.plan.memory import Peak
     from backhaul_lab.plan.search import PredictedPlan
+    from backhaul_lab.plan.workers import PlannedWorker
 
     planned = PlannedWorker(worker.address, 1.0, 1 << 30)
     candidate = Candidate("deferred", 2, kept_layers=1, boundaries="derive", local="keep", workers=(planned,))

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from backhaul import _arithmetic as arithmetic
 from backhaul_lab.plan.candidates import Candidate, candidates, lengths
-from backhaul_lab.plan.measured import LayerCosts, PlannedWorker, SegmentCosts
 from backhaul_lab.plan.memory import peak_of
 from backhaul_lab.plan.search import PredictedPlan, predict_plan, search
+from backhaul_lab.plan.workers import PlannedWorker
+from backhaul_lab.simulate.layer_costs import LayerCosts, SegmentCosts
 from backhaul_runtime.replay.schedule import Footprint
 
 MIB = 1 << 20

@@ -31,7 +31,7 @@ from backhaul_lab.harness.rounds import (
     ratio_of,
 )
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import Training, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul_lab.harness.training import BlockTraining, adapt, checkpoint_of_torch, compare, compare_gradients
 from backhaul_proto.v1 import telemetry_pb2
 
 ISSUED = {
@@ -264,8 +264,8 @@ def test_what_the_trainer_recomputed_was_all_waited_for() -> None:
 
 def test_equal_trainings_are_equal_and_others_are_named() -> None:
     trainings = [
-        Training("none", 2, (1, 8), None, width=32),
-        Training("torch", 2, (1, 8), checkpoint_of_torch, per_segment=2, width=32),
+        BlockTraining("none", 2, (1, 8), None, width=32),
+        BlockTraining("torch", 2, (1, 8), checkpoint_of_torch, segment_layers=2, width=32),
     ]
     for training in trainings:
         training.steps(2)

@@ -10,7 +10,7 @@ from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness.processes import MODULE
 from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import SMALL, BlockTraining, checkpoint_of_torch, compare
 
 STEPS = 3
 """Steps timed together, because remote recomputation adds only a tenth to one."""
@@ -28,7 +28,7 @@ def measure(stage: Stage) -> list[Outcome]:
         "backhaul": session.checkpoint,
         "rpc": rpc_peer.checkpoint,
     }
-    trainings = {name: Training(name, BLOCKS, SMALL, way) for name, way in ways.items()}
+    trainings = {name: BlockTraining(name, BLOCKS, SMALL, way) for name, way in ways.items()}
 
     def run(name: str) -> None:
         # The idle peer polls, which would slow Backhaul's worker on the same core.

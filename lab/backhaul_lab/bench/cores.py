@@ -16,14 +16,14 @@ from backhaul_lab.bench.steps import BLOCKS
 from backhaul_lab.harness.processes import MODULE
 from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import LARGE, Training
+from backhaul_lab.harness.training import LARGE, BlockTraining
 
 PLAN = Plan(most=15, limit_s=20.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure cores_together."""
-    training = Training("none", BLOCKS, LARGE, None)
+    training = BlockTraining("none", BLOCKS, LARGE, None)
     other, _ = stage.start([*MODULE, "backhaul_lab.bench.cores"])
     other.send_signal(signal.SIGSTOP)
 
@@ -46,7 +46,7 @@ def measure(stage: Stage) -> list[Outcome]:
 
 def _compute() -> None:
     torch.set_num_threads(1)
-    training = Training("other", BLOCKS, LARGE, None)
+    training = BlockTraining("other", BLOCKS, LARGE, None)
     print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:  # Readable means closed: the parent process has ended.
         training.forward()

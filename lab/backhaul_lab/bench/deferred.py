@@ -15,7 +15,7 @@ from backhaul_lab.harness.core_times import Core
 from backhaul_lab.harness.processes import descendants
 from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import MICRO_BATCH, WIDTH, Checkpoint, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import MICRO_BATCH, WIDTH, BlockTraining, Checkpoint, checkpoint_of_torch, compare
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -30,55 +30,32 @@ RESTART_S = 60.0
 PLAN = Plan(most=8, warm=2, limit_s=100.0)  # the trainer's share follows the speeds measured in earlier blocks
 BOUNDARY_BYTES = 4 * MICRO_BATCH[0] * MICRO_BATCH[1] * WIDTH
 
-Block = AbstractContextManager[Any]
 
-
-class AccumulatingTraining(Training):
-    """A training whose steps have several micro-batches.
-
-    Args:
-        name: Name of the training in messages.
-        checkpoint: Function that runs a segment. None: without checkpointing.
-        accumulate: Opens an accumulation block. None: each backward blocks.
-        micro_batches: Number of micro-batches in a step.
-        is_adapted: Whether blocks are frozen and have LoRA adapters.
-
-    Attributes:
-        happen: Called with the number of each micro-batch before it begins.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        checkpoint: Checkpoint | None,
-        accumulate: Callable[[], Block] | None = None,
-        *,
-        micro_batches: int = MICRO_BATCHES,
-        is_adapted: bool = False,
-    ) -> None:
-        super().__init__(name, BLOCKS, MICRO_BATCH, checkpoint, is_adapted=is_adapted)
-        self._accumulate = accumulate
-        self._micro_batches = micro_batches
-        self.happen: Callable[[int], None] = lambda _: None
-
-    def forward_backward(self) -> None:
-        """Runs the micro-batches of a step, without the optimizer."""
-        if self._accumulate is None:
-            for _ in range(self._micro_batches):
-                self.forward().backward()  # type: ignore[no-untyped-call]
-        else:
-            with self._accumulate() as block:
-                for number in range(self._micro_batches):
-                    self.happen(number)
-                    block.backward(self.forward())
+def _training(
+    name: str,
+    checkpoint: Checkpoint | None,
+    accumulate: Callable[[], AbstractContextManager[Any]] | None = None,
+    micro_batches: int = MICRO_BATCHES,
+    **options: Any,
+) -> BlockTraining:
+    return BlockTraining(
+        name,
+        BLOCKS,
+        MICRO_BATCH,
+        checkpoint,
+        rows=micro_batches,
+        micro_batches=micro_batches,
+        accumulate=accumulate,
+        **options,
+    )
 
 
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figures defer_equal, defer_vs_none and defer_keep_vs_none."""
     session = stage.session(returns="gradients")
     keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
-    kept = AccumulatingTraining("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
-    rounds = _rounds(stage, [AccumulatingTraining("none", None), *_pair(session), kept])
+    kept = _training("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
+    rounds = _rounds(stage, [_training("none", None), *_pair(session), kept])
     note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
@@ -115,8 +92,8 @@ def measure_lost(stage: Stage) -> list[Outcome]:
             for pid in descendants(supervisor):
                 os.kill(pid, signal.SIGKILL)
 
-    def run(training: AccumulatingTraining, *, is_lost: bool) -> None:
-        training.happen = kill if is_lost else lambda _: None
+    def run(training: BlockTraining, *, is_lost: bool) -> None:
+        training.happens = kill if is_lost else lambda _: None
         training.step()
 
     def measured(variant: Alternative, cores: Sequence[Core]) -> tuple[float, bool]:
@@ -140,7 +117,7 @@ def measure_lost(stage: Stage) -> list[Outcome]:
 def measure_wire(stage: Stage) -> list[Outcome]:
     """Measures the figure defer_wire, the bytes of a micro-batch with derived boundaries, without sums and weights."""
     session = stage.session(stage.tcp_worker(), returns="gradients", boundaries="derive", **OVER_TCP)
-    training = AccumulatingTraining("deferred", session.checkpoint, session.accumulate)
+    training = _training("deferred", session.checkpoint, session.accumulate)
     training.forward_backward()  # sends programs and weights, which do not change afterwards
     values = []
     for _ in range(PLAN.most):
@@ -159,14 +136,14 @@ def measure_wire(stage: Stage) -> list[Outcome]:
     return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]
 
 
-def _pair(session: "Session", **options: Any) -> list[AccumulatingTraining]:
+def _pair(session: "Session", **options: Any) -> list[BlockTraining]:
     """Returns a training with torch's checkpoint and one in accumulation blocks."""
     return [
-        AccumulatingTraining("torch", checkpoint_of_torch, **options),
-        AccumulatingTraining("deferred", session.checkpoint, session.accumulate, **options),
+        _training("torch", checkpoint_of_torch, **options),
+        _training("deferred", session.checkpoint, session.accumulate, **options),
     ]
 
 
-def _rounds(stage: Stage, trainings: Sequence[AccumulatingTraining]) -> Rounds:
+def _rounds(stage: Stage, trainings: Sequence[BlockTraining]) -> Rounds:
     variants = [Alternative(training.name, training.step) for training in trainings]
     return interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

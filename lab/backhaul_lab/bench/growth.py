@@ -6,7 +6,7 @@ from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import on_trainer
 from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import BlockTraining, checkpoint_of_torch, compare
 
 FEW, MANY = 8, 64
 WIDTH = 128
@@ -21,8 +21,8 @@ def measure(stage: Stage) -> list[Outcome]:
     session = stage.session(returns="gradients")
     pairs = {
         count: [
-            Training("backhaul", count, TOKENS, session.checkpoint, width=WIDTH),
-            Training("torch", count, TOKENS, checkpoint_of_torch, width=WIDTH),
+            BlockTraining("backhaul", count, TOKENS, session.checkpoint, width=WIDTH),
+            BlockTraining("torch", count, TOKENS, checkpoint_of_torch, width=WIDTH),
         ]
         for count in (FEW, MANY)
     }

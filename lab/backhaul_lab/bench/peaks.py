@@ -7,7 +7,7 @@ from backhaul.demo.memory import peak_live_bytes
 from backhaul_lab.bench.outcomes import Outcome, of_counts
 from backhaul_lab.harness.core_times import settle
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import LARGE, Checkpoint, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import LARGE, BlockTraining, Checkpoint, checkpoint_of_torch, compare
 from backhaul_runtime.process.resources import resident_bytes
 
 FEW, MANY = 8, 64
@@ -26,10 +26,10 @@ def measure_flat(stage: Stage) -> list[Outcome]:
 
 def _of_depth(stage: Stage, blocks: int) -> tuple[int, int]:
     session = stage.session(returns="gradients")
-    training = Training("backhaul", blocks, LARGE, session.checkpoint)
+    training = BlockTraining("backhaul", blocks, LARGE, session.checkpoint)
     _warm(stage, training)
     if blocks == FEW:  # the reference would take as long again
-        reference = Training("torch", blocks, LARGE, checkpoint_of_torch)
+        reference = BlockTraining("torch", blocks, LARGE, checkpoint_of_torch)
         _warm(stage, reference)
         compare([training, reference])
     training.keep_gradients()
@@ -56,17 +56,16 @@ def measure_beside_others(stage: Stage) -> list[Outcome]:
     ]
 
 
-def _measured(stage: Stage, blocks: int, checkpoint: Checkpoint | None) -> tuple[Training, int]:
-    training = Training(
-        "torch" if checkpoint is checkpoint_of_torch else "other", blocks, LARGE, checkpoint, PER_SEGMENT
-    )
+def _measured(stage: Stage, blocks: int, checkpoint: Checkpoint | None) -> tuple[BlockTraining, int]:
+    name = "torch" if checkpoint is checkpoint_of_torch else "other"
+    training = BlockTraining(name, blocks, LARGE, checkpoint, segment_layers=PER_SEGMENT)
     _warm(stage, training)
     training.keep_gradients()
     settle(stage.cores)
     return training, peak_live_bytes(training.forward_backward)
 
 
-def _warm(stage: Stage, training: Training) -> None:
+def _warm(stage: Stage, training: BlockTraining) -> None:
     """Sends programs and weights, so that the measured step sends only inputs and gradients."""
     training.forward_backward()
     settle(stage.cores)

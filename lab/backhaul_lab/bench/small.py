@@ -6,7 +6,7 @@ from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import SMALL, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import SMALL, BlockTraining, checkpoint_of_torch, compare
 
 STEPS = 4
 """Steps timed together, because one alone is too short to detect disturbances."""
@@ -26,8 +26,8 @@ def measure_trainable(stage: Stage) -> list[Outcome]:
 def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -> Outcome:
     session = stage.session(worker, returns="gradients", **(OVER_TCP if worker else {}))
     trainings = [
-        Training("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
-        Training("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),
+        BlockTraining("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
+        BlockTraining("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),
     ]
     variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
     rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

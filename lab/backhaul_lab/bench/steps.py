@@ -10,7 +10,7 @@ from backhaul_lab.bench.overlap import exposed_by_step
 from backhaul_lab.harness.device import measured
 from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import DROPOUT, LARGE, WIDTH, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import DROPOUT, LARGE, WIDTH, BlockTraining, checkpoint_of_torch, compare
 
 BLOCKS = 8
 ROOM = 4
@@ -29,9 +29,9 @@ def measure(stage: Stage) -> list[Outcome]:
         "half": stage.session(returns="gradients", memory_bytes=half_budget_bytes()),
     }
     trainings = [
-        Training("none", BLOCKS, LARGE, None),
-        Training("torch", BLOCKS, LARGE, checkpoint_of_torch),
-        *(Training(name, BLOCKS, LARGE, session.checkpoint) for name, session in sessions.items()),
+        BlockTraining("none", BLOCKS, LARGE, None),
+        BlockTraining("torch", BLOCKS, LARGE, checkpoint_of_torch),
+        *(BlockTraining(name, BLOCKS, LARGE, session.checkpoint) for name, session in sessions.items()),
     ]
     variants = [Alternative(training.name, training.step, training.step) for training in trainings]
     rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

@@ -10,7 +10,7 @@ from backhaul_lab.bench.figures import Verdict
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
 from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import Training, compare
+from backhaul_lab.harness.training import BlockTraining, compare
 
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3
@@ -30,7 +30,7 @@ def measure(stage: Stage) -> list[Outcome]:
         if not dashboard.url:
             return [without_value("telemetry_added", Verdict.UNAVAILABLE, "the dashboard did not start")]
         trainings = [
-            Training(name, BLOCKS, TOKENS, session.checkpoint, width=WIDTH) for name, session in sessions.items()
+            BlockTraining(name, BLOCKS, TOKENS, session.checkpoint, width=WIDTH) for name, session in sessions.items()
         ]
         variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
         rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

@@ -1,7 +1,5 @@
 """Measures a step over a thin link, with parameters sent as compressed differences and with whole ones."""
 
-from collections.abc import Callable
-
 import torch
 
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
@@ -9,7 +7,7 @@ from backhaul_lab.bench.steps import on_trainer
 from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import SMALL, Training, compare
+from backhaul_lab.harness.training import SMALL, BlockTraining, compare
 
 BYTES_PER_S = 12.5e6
 """A link of 100 Mbit/s in each direction."""
@@ -17,16 +15,6 @@ BYTES_PER_S = 12.5e6
 BLOCKS, WIDTH = 4, 256
 # The first step measures the link, the second notes which tensors change, and the third copies them.
 PLAN = Plan(most=16, warm=4, limit_s=30.0)
-
-
-class _HalfTraining(Training):
-    """A training in bfloat16."""
-
-    def __init__(self, name: str, checkpoint: Callable[..., object]) -> None:
-        super().__init__(name, BLOCKS, SMALL, checkpoint, width=WIDTH)
-        for segment in self._segments:
-            segment.to(torch.bfloat16)
-        self.x = self.x.detach().to(torch.bfloat16).requires_grad_()
 
 
 def measure(stage: Stage) -> list[Outcome]:
@@ -38,7 +26,10 @@ def measure(stage: Stage) -> list[Outcome]:
             mode: stage.session(link.address, returns="gradients", compression=mode, **OVER_TCP)
             for mode, link in zip(("auto", "off"), links, strict=True)
         }
-        trainings = [_HalfTraining(mode, session.checkpoint) for mode, session in sessions.items()]
+        trainings = [
+            BlockTraining(mode, BLOCKS, SMALL, session.checkpoint, WIDTH, dtype=torch.bfloat16)
+            for mode, session in sessions.items()
+        ]
         variants = [Alternative(training.name, training.step) for training in trainings]
         rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
         reports = {mode: session.report() for mode, session in sessions.items()}

@@ -5,7 +5,7 @@ from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness.core_times import settle
 from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import LARGE, Training, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import LARGE, BlockTraining, checkpoint_of_torch, compare
 
 STEPS = 2
 
@@ -14,8 +14,8 @@ def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure wire_over_bound."""
     with LinkProxy(stage.tcp_worker()) as proxy:
         session = stage.session(proxy.address, returns="gradients")
-        training = Training("backhaul", BLOCKS, LARGE, session.checkpoint)
-        reference = Training("torch", BLOCKS, LARGE, checkpoint_of_torch)
+        training = BlockTraining("backhaul", BLOCKS, LARGE, session.checkpoint)
+        reference = BlockTraining("torch", BLOCKS, LARGE, checkpoint_of_torch)
         step_bytes = []
         for _ in range(1 + STEPS):
             before = proxy.passed_bytes
@@ -32,7 +32,7 @@ def measure(stage: Stage) -> list[Outcome]:
     return [of_counts("wire_over_bound", ratios, note, {"bound_bytes": bound, "step_bytes": step_bytes[-1]})]
 
 
-def _bound_bytes(training: Training) -> int:
+def _bound_bytes(training: BlockTraining) -> int:
     """Returns the minimum: all inputs, one gradient up, one down per segment, all parameters and their gradients."""
     boundary = training.x.nbytes
     return BLOCKS * boundary + boundary + BLOCKS * boundary + 2 * training.parameter_bytes

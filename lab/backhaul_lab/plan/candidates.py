@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from backhaul._config import Boundaries, Local, Returns
-from backhaul_lab.plan.measured import LayerCosts, PlannedWorker, fastest_first
+from backhaul_lab.plan.workers import PlannedWorker, fastest_first
+from backhaul_lab.simulate.layer_costs import LayerCosts
 
 Kind = Literal["plain", "torch", "blocking", "deferred"]
 _MOST_LENGTHS = 8

@@ -86,8 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
     from backhaul.doctor.profile.measurement import measure_model
     from backhaul_lab.plan import text
-    from backhaul_lab.plan.measured import layer_costs, planned_workers
     from backhaul_lab.plan.search import search
+    from backhaul_lab.plan.workers import planned_workers
+    from backhaul_lab.simulate.layer_costs import layer_costs
 
     kinds = " and ".join(kind.__name__ for kind in target.kinds)
     print(f"measuring {len(target.layers)} layers of the class {kinds}", flush=True)

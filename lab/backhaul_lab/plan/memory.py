@@ -17,7 +17,7 @@ from backhaul import _arithmetic as arithmetic
 from backhaul._accumulate.plan import MORE_OPEN
 from backhaul._config import Config, Local, Returns
 from backhaul_lab.plan.candidates import Candidate
-from backhaul_lab.plan.measured import LayerCosts
+from backhaul_lab.simulate.layer_costs import LayerCosts
 
 _SENT_BOUNDARIES = 2
 """Boundaries that a trainer holds besides those that wait to be sent: the first one and the current one."""

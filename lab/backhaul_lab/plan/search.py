@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from backhaul_lab.plan.candidates import Candidate, candidates
-from backhaul_lab.plan.measured import LayerCosts, PlannedWorker
 from backhaul_lab.plan.memory import Peak, peak_of
+from backhaul_lab.plan.workers import PlannedWorker
 from backhaul_lab.simulate.costs import Costs, Setup
 from backhaul_lab.simulate.deferred import BlockSetup, predict_block
+from backhaul_lab.simulate.layer_costs import LayerCosts
 from backhaul_lab.simulate.model import predict
 
 TIE = 0.01

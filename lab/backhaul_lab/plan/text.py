@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from backhaul._plan_file import write_plan
-from backhaul_lab.plan.measured import LayerCosts, PlannedWorker
 from backhaul_lab.plan.search import PredictedPlan
+from backhaul_lab.plan.workers import PlannedWorker
+from backhaul_lab.simulate.layer_costs import LayerCosts
 from backhaul_runtime.process.units import size_text
 
 _SHOWN = 8

@@ -4,22 +4,35 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from time import thread_time
+from typing import TYPE_CHECKING, Any
 
 from backhaul_lab.harness.core_times import pin
 from backhaul_lab.harness.machine import describe
 from backhaul_lab.harness.stage import OVER_TCP, Stage
 from backhaul_lab.simulate.costs import Costs, KnownCosts
+from backhaul_lab.simulate.layer_costs import segment_costs
+from backhaul_runtime.errors import SettingError
+
+if TYPE_CHECKING:
+    from backhaul_lab.harness.training import BlockTraining
+
+BLOCKS = 3
+ROUNDS = 7
 
 
 def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
-    """Measures what a segment costs on two cores of this machine.
+    """Measures what a segment costs on two cores of this machine, as `backhaul doctor` measures a user's model.
 
     The function pins the calling process to the trainer's core and sets OMP_NUM_THREADS, so call it once, from the main
     thread of a process that has not imported torch.
 
     Args:
         cores: Numbers of the trainer's core and of the worker's core.
+
+    Raises:
+        SettingError: The worker recomputed no segment.
 
     Returns:
         A description of the machine, as JSON, and the costs.
@@ -29,16 +42,38 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
     pin(cores[0])  # Before torch is imported: its threads inherit the affinity of the thread that starts them.
     import torch
 
-    from backhaul_lab.harness.training import LARGE, MICRO_BATCH
-    from backhaul_lab.simulate.calibration import calibrate
+    from backhaul.demo.model import Block
+    from backhaul.doctor.profile.measurement import measure_model
+    from backhaul.doctor.profile.options import patient
+    from backhaul.doctor.profile.target import Target
+    from backhaul_lab.harness.training import LARGE, MICRO_BATCH, BlockTraining
 
     torch.set_num_threads(1)
 
     def calibrated(tokens: tuple[int, int], options: Mapping[str, Any]) -> Costs:
         how = " over TCP" * bool(options)
         print(f"measuring what a segment of {math.prod(tokens)} tokens costs{how}", file=sys.stderr, flush=True)
+        training = BlockTraining("calibrated", BLOCKS, tokens, None)
+        target = Target("a chain of blocks", training.module, training.module, (Block,))
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-            session = stage.session(stage.tcp_worker() if options else None, returns="gradients", **options)
-            return calibrate(session, stage, tokens)
+            measured = measure_model(target, patient(worker=stage.tcp_worker(), **options), ROUNDS)
+        if not measured.workers[0].speed(measured.plain):
+            raise SettingError(
+                f"no worker could be measured: {', '.join(measured.workers[0].runs[0].reasons) or 'it took no segment'}"
+            )
+        return replace(segment_costs(measured), optimizer_s=_optimizer_s(training))
 
     return machine, KnownCosts(calibrated(LARGE, {}), calibrated(LARGE, OVER_TCP), calibrated(MICRO_BATCH, {}))
+
+
+def _optimizer_s(training: "BlockTraining") -> float:
+    """Returns the CPU seconds of an update of a block's parameters."""
+    from backhaul.doctor.profile.plain import undisturbed
+
+    took_s = []
+    training.forward_backward()
+    for _ in range(ROUNDS):
+        began_s = thread_time()
+        training.optimize()
+        took_s.append(thread_time() - began_s)
+    return undisturbed(took_s) / BLOCKS

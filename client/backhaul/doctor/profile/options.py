@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backhaul._config import Config, resolve
 from backhaul_runtime.process.resources import usable_cores
@@ -58,14 +58,16 @@ def config_of(arguments: argparse.Namespace) -> Config:
     Raises:
         SettingError: A setting has an invalid value.
     """
-    return resolve(
-        worker=",".join(arguments.worker) or None,
-        token_file=arguments.token_file,
-        tls=arguments.tls,
-        silence_s=_PATIENT_S,
-        strict=False,
-        plan="",
-    )
+    return patient(worker=",".join(arguments.worker) or None, token_file=arguments.token_file, tls=arguments.tls)
+
+
+def patient(**settings: Any) -> Config:
+    """Returns the settings of sessions that measure: they wait long for a worker, and take nothing from a plan.
+
+    Raises:
+        SettingError: A setting has an invalid value.
+    """
+    return resolve(silence_s=_PATIENT_S, strict=False, plan="", **settings)
 
 
 def target_of(arguments: argparse.Namespace) -> "Target":

@@ -24,7 +24,7 @@ class ModelSpec:
     """The model that every trainer of an experiment trains."""
 
     function: str = DEMO
-    """`demo`, or "module:function" of the user's own installation, which returns an `ExperimentModel`."""
+    """`demo`, or "module:function" of the user's own installation, which returns an `ChainModel`."""
 
     layers: int = 8
     """Number of layers, which are divided into segments."""

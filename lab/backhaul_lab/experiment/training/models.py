@@ -3,9 +3,9 @@
 Shapes: B rows, T length, C width.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,27 +14,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from backhaul.demo.corpus import batch, standard_library
 from backhaul.demo.model import LanguageModel
 from backhaul_lab.experiment.plan.spec import DEMO
-
-
-class ExperimentModel(Protocol):
-    """A model that an experiment can train: a chain of layers between a beginning and a loss."""
-
-    @property
-    def layers(self) -> Sequence[nn.Module]:
-        """Modules, each of which maps a tensor to the input of the next. Consecutive ones form a segment."""
-        ...
-
-    def begin(self, rows: int, seed: int) -> tuple[Tensor, Any]:
-        """Returns the input of the first layer for some rows of data, and what `loss` needs of them."""
-        ...
-
-    def loss(self, x: Tensor, target: Any) -> Tensor:
-        """Returns the loss, a scalar, of the output of the last layer."""
-        ...
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Returns all parameters, as a module does."""
-        ...
+from backhaul_lab.harness.training import ChainModel
 
 
 class DemoModel(nn.Module):
@@ -114,7 +94,7 @@ class WideModel(nn.Module):
         return x.square()
 
 
-def load(settings: Mapping[str, Any], batch_rows: int, dtype: torch.dtype, seed: int) -> ExperimentModel:
+def load(settings: Mapping[str, Any], batch_rows: int, dtype: torch.dtype, seed: int) -> ChainModel:
     """Returns the model of an experiment, with weights of a seed.
 
     Args:
@@ -125,7 +105,7 @@ def load(settings: Mapping[str, Any], batch_rows: int, dtype: torch.dtype, seed:
 
     Raises:
         ImportError, AttributeError: The user's function does not exist in this installation.
-        TypeError: It does not take these arguments, or what it returns lacks something that `ExperimentModel` has.
+        TypeError: It does not take these arguments, or what it returns lacks something that `ChainModel` has.
     """
     torch.manual_seed(seed)
     if settings["function"] == DEMO:
@@ -140,4 +120,4 @@ def load(settings: Mapping[str, Any], batch_rows: int, dtype: torch.dtype, seed:
         raise TypeError(f"{settings['function']} made {len(model.layers)} layers instead of {settings['layers']}")
     if isinstance(model, nn.Module):
         model.to(dtype)
-    return cast("ExperimentModel", model)
+    return cast("ChainModel", model)

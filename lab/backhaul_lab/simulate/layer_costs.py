@@ -1,4 +1,4 @@
-"""What a plan is made from: the costs of a model's layers, and its workers. Pure; imports no torch.
+"""What predictions are made from: the costs of a measured model's layers and segments. Pure; imports no torch.
 
 NOTE [Costs of a segment]
 Costs were measured with two lengths of segments. Each is taken as a part that every segment has, and a part for each
@@ -7,7 +7,7 @@ them by its relative speed. What the worker needs to receive and to send was not
 machine: it is taken to be what the trainer needs to send and to receive.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -124,25 +124,6 @@ class SegmentCosts:
     finish_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedWorker:
-    """A worker that a plan may use.
-
-    Attributes:
-        address: The address that `connect` takes; empty for one that the session starts.
-        speed: Speed of its core relative to the trainer's.
-        memory_bytes: Its memory budget, in bytes.
-        bytes_per_s: Bandwidth of the link to it; 0 for a link that carries everything at once.
-        latency_s: Latency of the link in one direction, in seconds.
-    """
-
-    address: str
-    speed: float
-    memory_bytes: int
-    bytes_per_s: float = 0.0
-    latency_s: float = 0.0
-
-
 def layer_costs(measured: "ModelMeasurement") -> LayerCosts:
     """Returns the costs of a measured model's layers, with those of the first worker, which must have run segments."""
     plain = measured.plain
@@ -166,19 +147,7 @@ def layer_costs(measured: "ModelMeasurement") -> LayerCosts:
     )
 
 
-def planned_workers(measured: "ModelMeasurement") -> list[PlannedWorker]:
-    """Returns the workers that returned gradients of a measured model."""
-    planned = []
-    for worker in measured.workers:
-        speed, link = worker.speed(measured.plain), worker.link
-        # Shared memory has no bandwidth of its own: what it takes is the CPU time that was measured.
-        rate = link.bytes_per_s if worker.crosses_network and link is not None else 0.0
-        latency_s = link.round_trip_s / 2 if worker.crosses_network and link is not None else 0.0
-        if speed:
-            planned.append(PlannedWorker(worker.address, speed, worker.memory_bytes, rate, latency_s))
-    return planned
-
-
-def fastest_first(workers: Sequence[PlannedWorker]) -> list[PlannedWorker]:
-    """Returns workers in the order in which a plan adds them."""
-    return sorted(workers, key=lambda worker: -worker.speed)
+def segment_costs(measured: "ModelMeasurement") -> Costs:
+    """Returns the costs of a segment of one layer, beside a core that is as fast as that of the first worker."""
+    costs, speed = layer_costs(measured).at(1), measured.workers[0].speed(measured.plain)
+    return replace(costs, replay_s=costs.replay_s / speed, replay_backward_s=costs.replay_backward_s / speed)
