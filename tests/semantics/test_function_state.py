@@ -79,7 +79,7 @@ def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: 
     assert any(reason in said for said in segment.reasons)
 
 
-@pytest.mark.parametrize("name", ["ByTensor", "ByTuple", "ByTensorOfClass", "ByConstants"])
+@pytest.mark.parametrize("name", ["ByTensor", "ByTuple", "ByTensorOfClass", "ByConstants", "ByComparing"])
 def test_a_backward_may_use_what_its_forward_made_and_what_is_compared(name: str, remote: Loopback) -> None:
     function = getattr(function_state, name)
     body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731

@@ -149,3 +149,29 @@ def test_an_op_before_the_function_starts_from_the_values_of_forward(remote: Loo
     ours = gradients(checkpointing(remote, returns="activations"), body, 1)
     assert not torch.equal(gradients(plainly, body, 1)[0], ours[0])
     same_bits(ours, gradients(plainly, read_only, 1))
+
+
+def accumulated(function: Any, checkpoint: Checkpoint, *, is_leaf: bool) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    x, w = torch.randn(4, WIDTH, requires_grad=True), torch.randn(2 * WIDTH, requires_grad=True)
+    leaf = torch.randn(WIDTH, requires_grad=True)
+    body = lambda h, w: function.apply(h.sin(), w).cos()  # noqa: E731
+    checkpoint(body, x.cos(), leaf if is_leaf else w[:WIDTH]).sum().backward()
+    return [x.grad, w.grad, leaf.grad]
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "view"])
+def test_a_backward_that_runs_another_stays_on_the_trainer(is_leaf: bool, returns: str, remote: Loopback) -> None:
+    function, ours = function_writes.Accumulates, checkpointing(remote, returns=returns)
+    same_bits(accumulated(function, ours, is_leaf=is_leaf), accumulated(function, plainly, is_leaf=is_leaf))
+    (segment,) = remote.report().segments
+    assert ["uses .grad of tensors" in reason for reason in segment.kept] == [True]
+
+
+@pytest.mark.parametrize("is_leaf", [True, False], ids=["leaf", "view"])
+def test_a_backward_that_runs_another_unnoticed_is_a_named_error(is_leaf: bool, remote: Loopback) -> None:
+    function, ours = function_writes.AccumulatesUnnamed, checkpointing(remote, returns="gradients")
+    with pytest.raises(ReplayError, match="has run a backward of its own that adds to .grad"):
+        accumulated(function, ours, is_leaf=is_leaf)
+    same_bits(accumulated(function, ours, is_leaf=is_leaf), accumulated(function, plainly, is_leaf=is_leaf))

@@ -207,6 +207,30 @@ class ByObject(Doubling):
         return RULES.apply(gradients[0])
 
 
+class Comparing:
+    """Tells objects and classes apart when it is compared, or asked for an attribute that it lacks."""
+
+    def __init__(self, slope: float) -> None:
+        self.slope = slope
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return 1
+
+
+class ByComparing(Doubling):
+    """Makes an object and reads its attribute, as backwards of bitsandbytes read those of a state."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * Comparing(SLOPE).slope
+
+
 class ByPartial(Doubling):
     """Calls a partial."""
 

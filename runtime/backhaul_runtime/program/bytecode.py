@@ -57,14 +57,25 @@ def imported_modules(code: CodeType, package: str) -> Iterator[str]:
 
 
 def reads_gradients(code: CodeType) -> bool:
-    """Whether code has the attribute `grad` of anything but `autograd`, or calls `autograd.backward`."""
-    before = None
+    """Whether code has the attribute `grad` of anything but `autograd`, or `backward` of anything but a class."""
+    before: dis.Instruction | None = None
     for instruction in dis.get_instructions(code):
-        name, is_attribute = instruction.argval, instruction.opname in _ATTRIBUTES
-        if is_attribute and name in {"grad", "backward"} and (before == "autograd") == (name == "backward"):
-            return True
-        before = name
+        if instruction.opname in _ATTRIBUTES and before is not None:
+            is_autograd = before.argval == "autograd"
+            if instruction.argval == "grad" and not is_autograd:
+                return True
+            if instruction.argval == "backward" and (is_autograd or not _loads_class(before)):
+                return True
+        if instruction.opname not in _SILENT:
+            before = instruction
     return any(reads_gradients(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _loads_class(instruction: dis.Instruction) -> bool:
+    """Whether an instruction may load a class: a name from outside the function, or an attribute that begins so."""
+    name = instruction.argval
+    is_capital = instruction.opname in _ATTRIBUTES and isinstance(name, str) and name[:1].isupper()
+    return is_capital or instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"}
 
 
 def stored_attributes(code: CodeType) -> str:
@@ -80,6 +91,8 @@ def stored_attributes(code: CodeType) -> str:
 
 def asked_identity(code: CodeType) -> str:
     """Returns what in code asks which object a value is, or of which class; empty if nothing does."""
+    if code.co_name in _OF_OBJECTS:
+        return ""
     before = None
     for instruction in dis.get_instructions(code):
         if instruction.opname in {"LOAD_GLOBAL", "LOAD_NAME"} and instruction.argval in {"type", "id"}:
@@ -90,5 +103,8 @@ def asked_identity(code: CodeType) -> str:
             before = instruction
     return next(filter(None, (asked_identity(one) for one in code.co_consts if isinstance(one, CodeType))), "")
 
+
+_OF_OBJECTS = frozenset({"__eq__", "__getattr__"})
+"""Methods that ask such things of an object that a function keeps, as bitsandbytes' states do, and not of a tensor."""
 
 _SILENT = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})

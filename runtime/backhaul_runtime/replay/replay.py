@@ -58,7 +58,7 @@ from backhaul_runtime.tensors.random_projection import read_projections, unread_
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
-from backhaul_runtime.torch_internals.graph_entries import with_history_of, with_own_history
+from backhaul_runtime.torch_internals.graph_entries import ADDED_TO_GRADIENT, with_history_of, with_own_history
 from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses, is_custom
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
@@ -508,6 +508,12 @@ class Replay:
             if is_changed(before, context_digest(node)):
                 names.deny(name, f"the backward of {name} {CHANGES}")
 
+    def _deny_adding(self, error: BackhaulError) -> None:
+        """Keeps the program's functions on the trainer after an error that one of them has added to gradients."""
+        if error.message == ADDED_TO_GRADIENT and self._is_own:
+            for name in self._program.functions:
+                names.deny(name, error.message)
+
     def _note_writes(self, writes: OutsideWrites) -> None:
         """Keeps functions on the trainer that have written to sources or outputs. Raises ReplayError on a worker."""
         self.written = writes.changed()
@@ -567,11 +573,9 @@ class Replay:
             self._deny_changed(contexts)
             self._check_identities()
             if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
-                raise ReplayError(
-                    "the backward of a custom function has added to .grad of a tensor, which is not the trainer's "
-                    "tensor here: start the worker without allowing the function"
-                )
-        except BackhaulError:  # raised by `check`, or a SavedTensorModifiedError
+                raise ReplayError(ADDED_TO_GRADIENT)
+        except BackhaulError as error:  # raised by `check`, or a SavedTensorModifiedError
+            self._deny_adding(error)
             raise
         except Exception as error:  # a backward formula may raise any type of error
             if self._program.functions and self._is_own:

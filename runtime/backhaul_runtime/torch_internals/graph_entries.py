@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from backhaul_runtime.errors import ReplayError
+
+ADDED_TO_GRADIENT = (
+    "the backward of a custom function has run a backward of its own that adds to .grad of a tensor, or to what the "
+    "tensor depends on, which are not the trainer's tensors here: start the worker without allowing the function"
+)
+"""The message for a custom function that adds to gradients of others, which no replay can repeat."""
+
 
 class _Entry(torch.autograd.Function):
     @staticmethod
@@ -14,7 +22,8 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise AssertionError("a gradient reached an entry: a hook collects it before")
+        # A hook collects the gradients of the replay's own backward before they arrive here.
+        raise ReplayError(ADDED_TO_GRADIENT)
 
 
 class _Joined(torch.autograd.Function):
