@@ -75,7 +75,7 @@ def patient_trainers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BACKHAUL_SILENCE_S", str(QUIET_S))
         if not WITHOUT_TORCH:
-            deadlines = importlib.import_module("backhaul._worker_client.deadlines")
+            deadlines = importlib.import_module("backhaul._worker_client.connection.deadlines")
             patch.setattr(deadlines, "SHORTEST_RUN_LIMIT_S", QUIET_S)
             patch.setattr(deadlines, "SHORTEST_QUEUE_LIMIT_S", QUIET_S)
         yield
@@ -84,8 +84,8 @@ def patient_trainers() -> Iterator[None]:
 @pytest.fixture
 def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of time of runs and queues that trainers have, for a test of these."""
-    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_RUN_LIMIT_S", 5.0)
-    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_QUEUE_LIMIT_S", 1.0)
+    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_RUN_LIMIT_S", 5.0)
+    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_QUEUE_LIMIT_S", 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -116,7 +116,7 @@ def own_worker() -> Iterator[WorkerProcess]:
 @pytest.fixture
 def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets all workers count as equally fast, so that each gets as many segments."""
-    monkeypatch.setattr("backhaul._worker_client.connection.Connection.ran", lambda *_: None)
+    monkeypatch.setattr("backhaul._worker_client.connection.connection.Connection.ran", lambda *_: None)
 
 
 @pytest.fixture

@@ -38,10 +38,10 @@ from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
 from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
 from backhaul._torch_api.patched import Redirect
-from backhaul._worker_client.compression import Compression, CopyMemory
-from backhaul._worker_client.connection import Connection, trainer_name
-from backhaul._worker_client.deadlines import call_unary
-from backhaul._worker_client.embedded import EmbeddedWorker
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.connection import Connection, trainer_name
+from backhaul._worker_client.connection.embedded import EmbeddedWorker
+from backhaul._worker_client.upload.compression import Compression, CopyMemory
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import AccumulationError, BackhaulError, SessionClosedError
 from backhaul_runtime.process.addresses import Address

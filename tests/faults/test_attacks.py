@@ -13,7 +13,7 @@ from torch import nn
 
 import backhaul
 from backhaul import LimitError, ProgramError, TransferError
-from backhaul._worker_client.deadlines import error_of
+from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
 from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS

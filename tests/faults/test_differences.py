@@ -9,7 +9,7 @@ import zstandard
 from torch import Tensor
 
 from backhaul import BackhaulError, LimitError, TransferError
-from backhaul._worker_client.deadlines import error_of
+from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import session_pb2, tensor_pb2
 from backhaul_runtime.errors import TensorsMissingError
 from backhaul_runtime.process.credentials import bearer, make_token, read_token

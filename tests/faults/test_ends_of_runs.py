@@ -9,7 +9,7 @@ import torch
 
 import backhaul
 from backhaul import ReplayError, SegmentUnknownError
-from backhaul._worker_client.deadlines import error_of
+from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2
 from backhaul_runtime.program.program import Node, SourceRef
 from conftest import QUIET_S, wait_until

@@ -15,8 +15,8 @@ from torch import Tensor
 
 import backhaul
 from backhaul import BackhaulError, SessionUnknownError, TransferError
-from backhaul._worker_client import lanes
-from backhaul._worker_client.deadlines import error_of
+from backhaul._worker_client.connection import lanes
+from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_proto.v1 import session_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import make_token

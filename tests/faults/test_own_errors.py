@@ -20,8 +20,8 @@ from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
 from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import SegmentLog
 from backhaul._observe.telemetry import Telemetry
-from backhaul._worker_client.segment_sender import SegmentSender
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.segment_sender import SegmentSender
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime import errors
 from backhaul_runtime.record import op_recorder
 from backhaul_runtime.record.known_tensors import KnownTensors

@@ -14,8 +14,10 @@ from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
 from backhaul import BudgetError, ProgramError, SegmentUnknownError, SessionUnknownError, TransferError, WorkerLostError
-from backhaul._worker_client.deadlines import AnswerStream, call_unary, error_of
-from backhaul._worker_client.stubs import Stubs
+from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.grpc_errors import error_of
+from backhaul._worker_client.connection.stubs import Stubs
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,

@@ -13,7 +13,7 @@ import backhaul
 from backhaul import Session
 from backhaul._accumulate.plan import Shares
 from backhaul._backward.remote_side import StoredGradient
-from backhaul._worker_client.deadlines import error_of
+from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, ReplayError, SegmentUnknownError
@@ -93,7 +93,8 @@ def test_it_works_without_blocks(session: Session) -> None:
 def test_auto_derives_in_blocks_where_sending_takes_longer_than_forward(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, in_block: bool, derives: bool
 ) -> None:
-    monkeypatch.setattr("backhaul._worker_client.segment_sender.MEASURED_BYTES", 1 << 40)  # the rate stays as it is set
+    # The rate stays as it is set.
+    monkeypatch.setattr("backhaul._worker_client.upload.segment_sender.MEASURED_BYTES", 1 << 40)
     with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients") as session:
         session._workers[0].uploader.sender.bytes_per_s = bytes_per_s
         accumulate = session.accumulate if in_block else None

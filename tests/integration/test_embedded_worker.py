@@ -8,8 +8,8 @@ import torch
 
 import backhaul
 from backhaul import ConnectError, SettingError
-from backhaul._worker_client import embedded
-from backhaul._worker_client.embedded import EmbeddedWorker
+from backhaul._worker_client.connection import embedded
+from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_runtime.process.addresses import socket_address
 from conftest import QUIET_S
 

@@ -23,8 +23,8 @@ from backhaul import Session
 from backhaul._backward.frame import Frame
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._worker_client.remote_segment import SavedSegment, SavedTensors
-from backhaul._worker_client.segment_upload import SegmentUpload
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of

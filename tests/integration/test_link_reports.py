@@ -6,10 +6,10 @@ from typing import cast
 import pytest
 
 from backhaul._observe.events import RunEvents
-from backhaul._worker_client import connection
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.stubs import Stubs
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection import connection
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.stubs import Stubs
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.process.addresses import parse_address
 from conftest import wait_until

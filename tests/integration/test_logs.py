@@ -21,7 +21,7 @@ from torch import nn
 
 import backhaul
 from backhaul import Session
-from backhaul._worker_client.embedded import EmbeddedWorker
+from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET_S, settle, wait_until
 from support.processes import WorkerProcess

@@ -12,8 +12,8 @@ import backhaul
 from backhaul import Session
 from backhaul._dispatch import prediction
 from backhaul._dispatch.prediction import CallSite, CallSites
-from backhaul._worker_client.segment_upload import SegmentUpload
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.uploader import Uploader
 from conftest import settle, wait_until
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess

@@ -16,8 +16,8 @@ from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
-from backhaul._worker_client.segment_sender import SegmentSender
-from backhaul._worker_client.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.segment_sender import SegmentSender
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
 from conftest import QUIET_S, RETURNS, settle
 from support.bits import differing, grad_of
 from support.processes import WorkerProcess

@@ -16,7 +16,7 @@ from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import Shares
 from backhaul._config import LOCALS, Local
-from backhaul._worker_client.accumulation import UncollectedGradients
+from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
 from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly

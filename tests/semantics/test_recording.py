@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor, nn
 
 from backhaul import Decision, NotRemoteError, Session
-from backhaul._worker_client.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
 from support.bits import Checkpoint
 from support.calls import WIDTH, TimesOne, inputs, same
 

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import torch
 
-from backhaul._worker_client.shared_memory import TrainerSharedMemory
+from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,

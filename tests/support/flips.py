@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import grpc
 import pytest
 
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.shared_memory import TrainerSharedMemory
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
 from backhaul_runtime.wire.shared_memory import Outbox, Region
 
 ENDS_BYTES = 256

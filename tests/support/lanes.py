@@ -10,7 +10,7 @@ from typing import Any
 
 import backhaul
 from backhaul import Session
-from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.connection.connection import Connection
 from backhaul_lab.harness.link_proxy import READ_BYTES, LinkProxy, shut
 from conftest import QUIET_S, wait_until
 from support.flips import on_every_channel

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from backhaul import Session
+from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import RecordedSegment
-from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
@@ -19,7 +19,7 @@ from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.options import options_of
-from backhaul._worker_client.answer_checks import check_saved, contributions_in
+from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program

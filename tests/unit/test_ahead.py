@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import grpc
 import pytest
 
-from backhaul._worker_client import pushed_results
-from backhaul._worker_client.pushed_results import PushedResults
+from backhaul._worker_client.connection import pushed_results
+from backhaul._worker_client.connection.pushed_results import PushedResults
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.wire.splicing import TensorMessage
 from conftest import wait_until

@@ -19,8 +19,8 @@ from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.options import options_of
 from backhaul._torch_api.sequential import checkpoint_sequential
 from backhaul._torch_api.wrap import SegmentModule, unwrap
-from backhaul._worker_client import deadlines
-from backhaul._worker_client.deadlines import Liveness, longest_queue_s, longest_run_s
+from backhaul._worker_client.connection import deadlines
+from backhaul._worker_client.connection.deadlines import Liveness, longest_queue_s, longest_run_s
 from conftest import QUIET_S
 from support.loopback import Loopback
 

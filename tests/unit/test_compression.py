@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backhaul._worker_client import compression
-from backhaul._worker_client.compression import (
+from backhaul._worker_client.upload import compression
+from backhaul._worker_client.upload.compression import (
     FEWEST_RATES,
     LINK_BYTES,
     RESTING,

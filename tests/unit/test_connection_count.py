@@ -2,8 +2,8 @@
 
 import torch
 
-from backhaul._worker_client.connection_count import COMPARED_BYTES, SAMPLES, ConnectionCount
-from backhaul._worker_client.lanes import Lanes
+from backhaul._worker_client.connection.connection_count import COMPARED_BYTES, SAMPLES, ConnectionCount
+from backhaul._worker_client.connection.lanes import Lanes
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 

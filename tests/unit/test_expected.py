@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from backhaul import TransferError
-from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
+from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.wire.bundle import bundle, encode_view

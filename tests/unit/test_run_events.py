@@ -12,7 +12,7 @@ from backhaul._observe.events import EVENTS_PER_REPORT, MAX_KINDS, RunEvents
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._observe.telemetry import Telemetry
-from backhaul._worker_client.link_traffic import LinkTraffic
+from backhaul._worker_client.connection.link_traffic import LinkTraffic
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane

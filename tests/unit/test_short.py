@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from backhaul._worker_client.request_stream import RequestStream
+from backhaul._worker_client.connection.request_stream import RequestStream
 from backhaul_runtime.errors import WorkerLostError
 from conftest import wait_until
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import SegmentLog
-from backhaul._worker_client import uploader as uploader_module
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.lanes import Lanes
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.lanes import Lanes
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
-from backhaul._worker_client.uploader import MOST_GATHERED, Uploader
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.upload import uploader as uploader_module
+from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceTensor
+from backhaul._worker_client.upload.uploader import MOST_GATHERED, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.tensors.digest import address_of
@@ -172,7 +172,7 @@ def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload)
 
 @pytest.mark.parametrize("moves", [True, False], ids=["bytes move", "the trainer's own device is at work"])
 def test_backward_waits_for_an_upload_however_long_it_takes(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul._worker_client.deadlines.SHORTEST_RUN_LIMIT_S", 0.2)
+    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_RUN_LIMIT_S", 0.2)
     connection = FakeLink()
     connection.silence_s = 0.2
     uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from backhaul._accumulate.reductions import Reductions, add_without_hooks, reduce
 from backhaul._torch_api.fsdp import reduces_in_backward
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import layout_of

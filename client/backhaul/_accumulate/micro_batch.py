@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from backhaul._accumulate.graph_parts import Parts, RunSegment, Target
 from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state

@@ -20,7 +20,7 @@ from backhaul._accumulate.micro_batch import (
 )
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.uploader import Uploader
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import BackhaulError
 
 MOST_UPCOMING = 32

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from backhaul._backward import local_recompute
-from backhaul._backward.handles import CheckpointedCall, Handle, Handles, awaited
+from backhaul._backward.checkpointed_call import CheckpointedCall
+from backhaul._backward.handles import Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
@@ -276,7 +277,7 @@ class Frame:
         with self._lock:
             if handle.kept is not None:
                 self.check_backward()
-                return self.call.check_kept(handle)
+                return handle.kept_tensor(self.call.name)
             group, task = backward_pass()
             if task != self._task or (index not in self._wanted and group is None):
                 self._task = None  # set only after a successful start, so that a failed one is repeated

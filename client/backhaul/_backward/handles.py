@@ -3,97 +3,22 @@
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul._backward import local_recompute
+from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.value_check import CheckpointError
-from backhaul._observe.call_log import CallLog
-from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import KeptTensor
-from backhaul_runtime.errors import NotRemoteError
 from backhaul_runtime.program.names import names
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.replay.backward_watch import WRITES
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.pre_dispatch import after_backward, unobserved
-from backhaul_runtime.torch_internals.private import is_plain_backward
 from backhaul_runtime.torch_internals.storages import storage_key
-
-CPU = torch.device("cpu")
-
-
-def not_remote(name: str, reason: str) -> NotRemoteError:
-    """Returns the error for a segment of this name that no worker would recompute, for this reason."""
-    return NotRemoteError(
-        f"segment {name} would not be recomputed on a worker: {reason}. Remove the cause, or drop strict=True to let "
-        "the trainer recompute it",
-        segment=name,
-        reason=reason,
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CheckpointedCall:
-    """A checkpointed call. It is created before the call runs.
-
-    Attributes:
-        name: The name of the function or module, for messages and reports.
-        log: Counts what happens to the call.
-        options: The options of the call.
-        recording: The recording of the call. It grows during the call and does not change afterwards.
-        local_reason: Why only the trainer can recompute the call, if that is known before the call; else empty.
-        inside_reason: Why the graph of the segment's inside must stay, if options or regions decide that; else empty.
-        device: The device that the call computes on, as far as its arguments show it.
-    """
-
-    name: str
-    log: CallLog
-    options: Options
-    recording: Recording
-    local_reason: str = ""
-    inside_reason: str = ""
-    device: torch.device = CPU
-
-    def check_strict(self, reason: str, cause: Exception | None = None) -> None:
-        """Raises NotRemoteError under `strict`. Call it before the trainer recomputes the segment or decides to.
-
-        Args:
-            reason: Why no worker recomputes the segment.
-            cause: The unexpected exception behind the reason, from which the error is raised.
-        """
-        if self.options.strict:
-            raise not_remote(self.name, reason) from cause
-
-    def check_backward(self) -> None:
-        """Raises RuntimeError for a backward that the reentrant form of torch's checkpoint rejects."""
-        if self.options.use_reentrant and not is_plain_backward():
-            raise RuntimeError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
-                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False, or call "
-                ".backward() without passing the `inputs` argument."
-            )
-
-    def check_kept(self, handle: "Handle") -> Tensor:
-        """Returns the tensor that a handle keeps.
-
-        Raises CheckpointError if its bytes have changed since it was saved.
-        """
-        assert handle.kept is not None
-        tensor = handle.kept()
-        if not handle.kept.is_intact(tensor):
-            raise CheckpointError(
-                f"segment {self.name}: saved tensor {handle.index} was kept on the trainer and was changed between "
-                "forward and backward in a way that autograd does not see (NumPy, .data)",
-                segment=self.name,
-            )
-        return tensor
 
 
 class Handle:
@@ -113,6 +38,25 @@ class Handle:
         self.index = index
         self.kept: KeptTensor | None = None
         self.storage: StorageWeakRef | None = None
+
+    def kept_tensor(self, segment: str) -> Tensor:
+        """Returns the tensor that stays on the trainer.
+
+        Args:
+            segment: The name of the segment, for the error.
+
+        Raises:
+            CheckpointError: The tensor's bytes have changed since it was saved.
+        """
+        assert self.kept is not None
+        tensor = self.kept()
+        if not self.kept.is_intact(tensor):
+            raise CheckpointError(
+                f"segment {segment}: saved tensor {self.index} was kept on the trainer and was changed between forward "
+                "and backward in a way that autograd does not see (NumPy, .data)",
+                segment=segment,
+            )
+        return tensor
 
 
 Handles = Mapping[int, weakref.ref[Handle]]
@@ -176,7 +120,7 @@ class HandleTable:
         """Returns a tensor for a backward inside the call, or for a graph that outlived a failed call."""
         # Without `check_backward`: the rule of torch's reentrant form is about backward through the segment's outputs.
         if handle.kept is not None:
-            return self._call.check_kept(handle)
+            return handle.kept_tensor(self._call.name)
         if self._so_far is None:
             raise RuntimeError(f"segment {self._call.name}: the call raised, so nothing of it can be recomputed")
         with self._lock, unobserved():  # else the recorder would note the replay

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import RecordedSegment
-from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
@@ -21,11 +21,11 @@ from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import may_be_freed
-from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.connection import Connection
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.upload.backward_chains import Predecessor
+from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint, fingerprint_with_host
 from backhaul_runtime.process.logs import about

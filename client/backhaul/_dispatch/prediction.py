@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from backhaul._dispatch.places import Place, at, place_of
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
-from backhaul._worker_client.backward_chains import SpeculationHistory
-from backhaul._worker_client.segment_upload import SourceTensor
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.backward_chains import SpeculationHistory
+from backhaul._worker_client.upload.segment_upload import SourceTensor
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.codec import address_of_program, encode_program
 from backhaul_runtime.program.program import Program, numbers_in

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import overload
 
 from backhaul._dispatch.worker_handle import WorkerHandle
-from backhaul._worker_client.connection import FULL, Connection
+from backhaul._worker_client.connection.connection import FULL, Connection
 from backhaul_runtime.errors import BackhaulError, ConnectError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource

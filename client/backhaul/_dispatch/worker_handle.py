@@ -7,11 +7,12 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from backhaul._worker_client.compression import Compression
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import AnswerStream, longest_run_s
-from backhaul._worker_client.uploader import Uploader
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import longest_run_s
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.compression import Compression
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
 from backhaul_runtime.process.logs import about

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul._backward.handles import CheckpointedCall, HandleTable, not_remote
+from backhaul._backward.checkpointed_call import CheckpointedCall, not_remote
+from backhaul._backward.handles import HandleTable
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._forward.destination import Destination
 from backhaul._forward.keep import BegunCall, EndedCall, keep

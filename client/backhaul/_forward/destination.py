@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import RecordedSegment
-from backhaul._backward.handles import CheckpointedCall
 from backhaul._backward.lineage import Copies
 from backhaul._backward.remote_side import RemoteSegment
 from backhaul._dispatch.prediction import PendingCall

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import Frame, RecordedSegment, Uses
-from backhaul._backward.handles import CheckpointedCall, HandleTable, awaited
+from backhaul._backward.handles import HandleTable, awaited
 from backhaul._backward.lineage import Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of

@@ -14,16 +14,17 @@ from torch import Tensor
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.call_log import CallLog
-from backhaul._worker_client.answer_checks import check_saved, contributions_in, saved_views
-from backhaul._worker_client.backward_chains import SpeculativeGradient
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import LANE_LOST, AnswerStream, Expected, Liveness
-from backhaul._worker_client.lanes import NO_LANES, LaneOffer
-from backhaul._worker_client.segment_upload import SegmentUpload
-from backhaul._worker_client.shared_memory import receiving
-from backhaul._worker_client.stubs import Stubs
-from backhaul._worker_client.uploader import Uploader
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views
+from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import Expected, Liveness
+from backhaul._worker_client.connection.lanes import LANE_LOST, NO_LANES, LaneOffer
+from backhaul._worker_client.connection.shared_memory import receiving
+from backhaul._worker_client.connection.stubs import Stubs
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.backward_chains import SpeculativeGradient
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import ReplayError, TensorsMissingError, TransferError, WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice

@@ -30,7 +30,7 @@ class OutsideWrites:
             number: [name for name, keys in reach.items() if storage_key(tensor) in keys]
             for number, tensor in strided.items()
         }
-        self._writers = {number: found for number, found in writers.items() if found}
+        self._writers = {number: writing for number, writing in writers.items() if writing}
         self._tensors = {number: strided[number] for number in self._writers}
         self._before = self._digests()
 

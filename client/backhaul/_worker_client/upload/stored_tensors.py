@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 
 MAX_KNOWN = 1 << 16

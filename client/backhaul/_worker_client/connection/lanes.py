@@ -22,10 +22,12 @@ from typing import Any
 
 import grpc
 
-from backhaul._worker_client.connection_count import ConnectionCount
+from backhaul._worker_client.connection.connection_count import ConnectionCount
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, payload_bytes
 
+LANE_LOST = "LANE_LOST"
+"""The status of a WorkerLostError after which the transfer is to be repeated on the main connection alone."""
 JOIN_S = 10.0
 """Seconds after which a lane that has not joined is given up."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0

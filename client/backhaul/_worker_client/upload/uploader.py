@@ -20,15 +20,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from backhaul._worker_client.accumulation import UncollectedGradients
-from backhaul._worker_client.compression import Compression, CopyMemory
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import SLICE_S, Liveness, call_unary
-from backhaul._worker_client.segment_sender import SegmentSender
-from backhaul._worker_client.segment_upload import SegmentUpload, SourceTensor
-from backhaul._worker_client.stored_tensors import StoredTensors
-from backhaul._worker_client.tensor_sender import TensorSender
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import SLICE_S, Liveness
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.compression import Compression, CopyMemory
+from backhaul._worker_client.upload.segment_sender import SegmentSender
+from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceTensor
+from backhaul._worker_client.upload.stored_tensors import StoredTensors
+from backhaul._worker_client.upload.tensor_sender import TensorSender
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError, log_once
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue

@@ -23,12 +23,12 @@ from time import monotonic, sleep, time
 import grpc
 
 from backhaul._observe.events import EventKind, RunEvents
-from backhaul._worker_client.deadlines import LANE_LOST, call_unary, close_channel
-from backhaul._worker_client.lanes import Lane, Lanes
-from backhaul._worker_client.link_traffic import LinkTraffic
-from backhaul._worker_client.shared_memory import TrainerSharedMemory
-from backhaul._worker_client.stubs import Stubs
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection.calls import call_unary, close_channel
+from backhaul._worker_client.connection.lanes import LANE_LOST, Lane, Lanes
+from backhaul._worker_client.connection.link_traffic import LinkTraffic
+from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
+from backhaul._worker_client.connection.stubs import Stubs
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul_proto.v1 import session_pb2, telemetry_pb2
 from backhaul_runtime.errors import (
     AddressError,

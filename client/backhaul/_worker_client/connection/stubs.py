@@ -2,9 +2,9 @@
 
 import grpc
 
-from backhaul._worker_client.deadlines import AuthenticatedMethod
-from backhaul._worker_client.pushed_results import PushedResults
-from backhaul._worker_client.request_stream import RequestStream
+from backhaul._worker_client.connection.calls import AuthenticatedMethod
+from backhaul._worker_client.connection.pushed_results import PushedResults
+from backhaul._worker_client.connection.request_stream import RequestStream
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import bearer
 from backhaul_runtime.wire.stubs import stub

@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc
 
-from backhaul._worker_client.deadlines import SLICE_S, forget_stack
+from backhaul._worker_client.connection.deadlines import SLICE_S
+from backhaul._worker_client.connection.grpc_errors import forget_stack
 from backhaul_runtime.errors import TransferError, WorkerLostError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.splicing import accepted

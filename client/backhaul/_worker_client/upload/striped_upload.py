@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from backhaul._worker_client.deadlines import LANE_LOST, LONGEST_S, SLICE_S, Liveness, call_unary
-from backhaul._worker_client.lanes import Lane
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.deadlines import LONGEST_S, SLICE_S, Liveness
+from backhaul._worker_client.connection.lanes import LANE_LOST, Lane
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import BackhaulError, WorkerLostError
 from backhaul_runtime.wire.splicing import Batch, encode, encode_all

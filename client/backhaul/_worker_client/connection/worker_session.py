@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from backhaul._worker_client.shared_memory import TrainerSharedMemory
+from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
 from backhaul_runtime.program.names import OfferedNames
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from backhaul._worker_client.backward_chains import Predecessor
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.backward_chains import Predecessor
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice
 from backhaul_runtime.tensors.deferred_digest import Digest

@@ -4,12 +4,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import LANE_LOST, Liveness, call_unary, with_liveness
-from backhaul._worker_client.shared_memory import can_share, sending
-from backhaul._worker_client.stored_tensors import StoredTensors
-from backhaul._worker_client.striped_upload import StripedUpload
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import Liveness, with_liveness
+from backhaul._worker_client.connection.lanes import LANE_LOST
+from backhaul._worker_client.connection.shared_memory import can_share, sending
+from backhaul._worker_client.connection.worker_session import WorkerSession
+from backhaul._worker_client.upload.stored_tensors import StoredTensors
+from backhaul._worker_client.upload.striped_upload import StripedUpload
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.process.logs import about

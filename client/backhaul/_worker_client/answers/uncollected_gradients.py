@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import LONGEST_S, AnswerStream
-from backhaul._worker_client.lanes import NO_LANES
-from backhaul._worker_client.worker_session import WorkerSession
+from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import LONGEST_S
+from backhaul._worker_client.connection.lanes import NO_LANES
+from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
 

@@ -6,14 +6,15 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from time import perf_counter
 
-from backhaul._worker_client.compression import Compression, TensorDifference
-from backhaul._worker_client.connection import Connection
-from backhaul._worker_client.deadlines import Liveness, call_unary
-from backhaul._worker_client.request_stream import RequestStream
-from backhaul._worker_client.segment_upload import SegmentUpload
-from backhaul._worker_client.shared_memory import can_share, sending
-from backhaul._worker_client.stored_tensors import StoredTensors
-from backhaul._worker_client.tensor_sender import TensorSender
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.deadlines import Liveness
+from backhaul._worker_client.connection.request_stream import RequestStream
+from backhaul._worker_client.connection.shared_memory import can_share, sending
+from backhaul._worker_client.upload.compression import Compression, TensorDifference
+from backhaul._worker_client.upload.segment_upload import SegmentUpload
+from backhaul._worker_client.upload.stored_tensors import StoredTensors
+from backhaul._worker_client.upload.tensor_sender import TensorSender
 from backhaul_proto.v1 import program_pb2, segment_pb2
 from backhaul_runtime.errors import TransferError, WorkerError, WorkerLostError
 from backhaul_runtime.process.logs import about

@@ -1,0 +1,1 @@
+"""Receives and checks what a worker answers."""

@@ -1,0 +1,1 @@
+"""The connections to one worker, what they share, and the calls over them."""

@@ -1,0 +1,1 @@
+"""Sends segments and tensors to one worker."""
