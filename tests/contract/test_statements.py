@@ -100,6 +100,10 @@ TESTS = {
     "**Inner tensors that outlive the call**": [
         "semantics/test_remote.py::test_an_interior_tensor_that_outlives_the_call"
     ],
+    "**A custom backward that changes its context**": [
+        "semantics/test_function_state.py::test_any_change_of_a_context_is_noticed",
+        "semantics/test_function_state.py::test_memory_behind_a_view_on_a_context_is_as_in_forward",
+    ],
     "**A custom backward that writes to a tensor of others**": [
         "semantics/test_function_writes.py::test_a_write_to_an_argument_or_output_is_an_error_once",
         "semantics/test_function_writes.py::test_a_write_to_a_captured_parameter_reaches_it",

@@ -5,10 +5,12 @@ import functools
 import itertools
 import math
 import random
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,14 +161,92 @@ def _then_increased(kept: Any) -> float:
     return number
 
 
+def _attribute_increased(kept: Any) -> float:
+    kept.number += 1.0
+    return float(kept.number)
+
+
+def _gradient_then_set(kept: Tensor) -> float:
+    name = "".join(("gr", "ad"))
+    number = 1.0 if getattr(kept, name) is None else 2.0
+    setattr(kept, name, torch.ones(1))
+    return number
+
+
+def _gap_increased(kept: Tensor) -> float:
+    between = getattr(kept, "_".join(("as", "strided")))((1,), (1,), 1)
+    between += 1
+    return float(between)
+
+
+def _memory_behind_increased(kept: Tensor) -> float:
+    behind = getattr(kept, "_".join(("as", "strided")))((1,), (1,), 3)
+    behind += 1
+    return float(behind)
+
+
+def _lock_taken(kept: Any) -> float:
+    return 1.0 if kept.acquire(blocking=False) else 2.0
+
+
+def _end_of_base_increased(kept: np.ndarray) -> float:
+    assert kept.base is not None
+    kept.base[-1] += 1
+    return float(kept.base[-1])
+
+
+def _made_read_only(kept: np.ndarray) -> float:
+    number = 1.0 if kept.flags.writeable else 2.0
+    kept.setflags(write=False)
+    return number
+
+
+def _with_attribute(tensor: Any) -> Any:
+    tensor.number = 1.0
+    return tensor
+
+
+def _with_globals() -> Any:
+    def count() -> float:
+        global NUMBER
+        NUMBER += 1  # type: ignore[name-defined]
+        return NUMBER  # type: ignore[name-defined]
+
+    return FunctionType(count.__code__, {"NUMBER": 1.0})
+
+
+def _class() -> Any:
+    class Made:
+        number = 1.0
+
+    return Made
+
+
+def _module() -> Any:
+    return _with_attribute(ModuleType("made"))
+
+
 CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "sign of a zero": (lambda: [0.0], _sign_then_negated),
     "array": (lambda: np.ones(1), _then_increased),
     "bytes": (lambda: bytearray([1]), _then_increased),
     "deep": (lambda: [[[[[[[[1.0]]]]]]]], _then_increased),
     "tensor, by NumPy": (lambda: torch.ones(1), _then_increased),
+    "attribute of a tensor": (lambda: _with_attribute(torch.ones(1)), _attribute_increased),
+    "gradient of a tensor": (lambda: torch.ones(1), _gradient_then_set),
+    "between elements": (lambda: torch.ones(8)[::2], _gap_increased),
+    "class": (_class, _attribute_increased),
+    "module": (_module, _attribute_increased),
+    "lock": (threading.Lock, _lock_taken),
+    "base of an array": (lambda: np.ones(4)[:2], _end_of_base_increased),
+    "flag of an array": (lambda: np.ones(4), _made_read_only),
+    "global of a function": (_with_globals, lambda kept: float(kept())),
+    "behind a view": (lambda: torch.ones(4)[:2], _memory_behind_increased),
 }
 """What makes an object, and what reads a number from it and changes it."""
+
+UNNOTICED = "behind a view"
+"""The one change that is not noticed."""
 
 
 SLOPE = 0.5

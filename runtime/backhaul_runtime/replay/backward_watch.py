@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backhaul_runtime.errors import Refusal, ReplayError, UnsupportedTensorError
+from backhaul_runtime.errors import ReplayError
 from backhaul_runtime.program.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
-from backhaul_runtime.replay.opaque_check import OpaqueCheck
-from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
+from backhaul_runtime.replay.context_state import context_digest, is_changed
+from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
-    DisableTorchFunction,
     OpOverload,
     identity_of,
     is_thin,
@@ -156,22 +155,6 @@ class _Ops(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def refuse(self, reason: str) -> None:
         """Does nothing: a higher-order op inside a backward is the function's own matter."""
-
-
-def context_digest(node: Node) -> Digest | None:
-    """Returns the digest of all that is on the context of a custom autograd function; None if it can't be compared."""
-    check = OpaqueCheck(ContentDigests().take)
-    try:
-        with DisableTorchDispatch(), DisableTorchFunction():
-            check.add_context(node)
-    except (Refusal, UnsupportedTensorError):
-        return None
-    return check.digest()
-
-
-def is_changed(before: Digest | None, after: Digest | None) -> bool:
-    """Whether a context is another than before, or may be. Waits for an accelerator if a digest is still there."""
-    return before is None or after is None or read(before) != read(after)
 
 
 def _has_storage(tensor: Tensor) -> bool:

@@ -110,11 +110,15 @@ class OpaqueCheck:
         elif isinstance(value, torch.device):
             self._texts.append(value.type)
         elif isinstance(value, _NAMED):
-            self._texts.append(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', value.__name__)}")
+            self._named(value)
         elif id(value) in self._inside:
             self._texts.append(f"inside {self._inside.index(id(value))}")
         else:
             self._contents(value)
+
+    def _named(self, value: Any) -> None:
+        """Adds the name of a class or a module."""
+        self._texts.append(f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', value.__name__)}")
 
     def _contents(self, value: Any) -> None:
         """Visits a container or an object, each time alike: where forward has one object, a replay may have two."""
@@ -156,12 +160,17 @@ class OpaqueCheck:
         if adapter is not None:
             self._visit(list(adapter.flatten(value)))
         elif not self._contents_of_builtin(value):
-            if not is_only_attributes(type(value)) and type(value).__name__ not in _WITHOUT_VALUES:
-                raise Refusal(
-                    f"a custom function keeps an object of type {name_of_class(type(value))}, whose contents can't be "
-                    "compared"
-                )
+            if not is_only_attributes(type(value)):
+                self._without_values(value)
             self._attributes(value)
+
+    def _without_values(self, value: Any) -> None:
+        """Raises Refusal for an object with contents that are no attributes."""
+        cls = type(value)
+        if not (is_foreign(cls.__module__) and cls.__name__ in _WITHOUT_VALUES):
+            raise Refusal(
+                f"a custom function keeps an object of type {name_of_class(cls)}, whose contents can't be compared"
+            )
 
     def _attributes(self, value: Any) -> None:
         self._mapping({name: getattr(value, name) for name in attribute_names(value)})

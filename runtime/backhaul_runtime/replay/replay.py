@@ -43,7 +43,8 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.backward_watch import CHANGES, WRITES, BackwardWatch, context_digest, is_changed
+from backhaul_runtime.replay.backward_watch import CHANGES, WRITES, BackwardWatch
+from backhaul_runtime.replay.context_state import context_digest, is_changed
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
 from backhaul_runtime.replay.opaque_check import OpaqueCheck
