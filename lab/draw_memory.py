@@ -9,7 +9,7 @@ import torch
 
 import backhaul
 from backhaul.demo.corpus import standard_library
-from backhaul.demo.memory import live_bytes
+from backhaul.demo.peak_memory import live_bytes
 from backhaul.demo.variants import Settings, Variant, variants
 from backhaul_lab.harness.chart import ChartLine, ChartPoint, LineChart, draw
 

@@ -12,7 +12,7 @@ from backhaul._cli.typos import warn_of_unknown
 from backhaul._config import Boundaries, Compressed, Config, Durability, Local, Numerics, Returns, resolve
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
-from backhaul._torch_api.options import decorator, options_of
+from backhaul._torch_api.call_options import decorator, options_of
 from backhaul_runtime.errors import SessionClosedError
 
 _opened: list[Session] = []

@@ -30,13 +30,13 @@ from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.checkpoint import run_segment
-from backhaul._observe.events import RunEvents
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Journal, Report
+from backhaul._observe.run_events import RunEvents
 from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
-from backhaul._torch_api.options import Options, decorator, names_of_torch, options_of
+from backhaul._torch_api.call_options import Options, decorator, names_of_torch, options_of
 from backhaul._torch_api.patched import Redirect
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.connection import Connection, trainer_name

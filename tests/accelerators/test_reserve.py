@@ -15,7 +15,7 @@ import backhaul
 from backhaul import BudgetError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker
@@ -60,10 +60,10 @@ async def run(worker: Worker, session: SessionState, number: int) -> None:
 async def backward(worker: Worker, session: SessionState, number: int) -> None:
     """Requests the backward of a segment that `run` has saved."""
     gradient = torch.ones(4, device=DEVICE)
-    start = runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
+    start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
 
     def prepare() -> Any:
-        return partial(runs.backward, start=start, gradients={0: gradient})
+        return partial(segment_runs.backward, start=start, gradients={0: gradient})
 
     result = await worker.engine.request(worker.segment(session, number), FIRST, prepare, 0.1).answer
     assert [outgoing.tensor.tolist() for outgoing in result.bundle.tensors] == [[3.0] * 4] * 2

@@ -9,7 +9,7 @@ from inspect import getsource
 from pathlib import Path
 from typing import Any
 
-from backhaul._cli.options import options_of
+from backhaul._cli.environment_options import options_of
 from backhaul._cli.registry import build
 from backhaul._config import Config
 from backhaul_runtime.process.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE

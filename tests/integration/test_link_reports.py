@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 
-from backhaul._observe.events import RunEvents
+from backhaul._observe.run_events import RunEvents
 from backhaul._worker_client.connection import connection
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.stubs import Stubs

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from backhaul import Session
-from backhaul.demo.memory import peak_live_bytes
+from backhaul.demo.peak_memory import peak_live_bytes
 from support.processes import WorkerProcess
 
 # Settings under which resident memory follows live memory instead of fragmentation.

@@ -11,9 +11,9 @@ import pytest
 import backhaul_server
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import parse_address
-from backhaul_server.dashboard.collect import events
+from backhaul_server.dashboard.collect import event_log
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.events import KINDS, WORDS, Burst, EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.event_log import KINDS, WORDS, Burst, EventLog, LogEvent, of_trainer
 from backhaul_server.dashboard.collect.plain_words import why_unanswered
 from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
@@ -130,7 +130,7 @@ def test_a_trainers_events_keep_their_ids_and_kinds_of_newer_trainers_are_left_o
 
 
 def test_the_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "MOST", 3)
+    monkeypatch.setattr(event_log, "MOST", 3)
     kept: list[LogEvent] = []
     log = EventLog(kept.append)
     for number in [0, 1, 1, 2, 3]:

@@ -8,7 +8,7 @@ import pytest
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.discovery import parse_sources
 from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, alignment
-from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.fleet import fleet
 from backhaul_server.dashboard.views.kept import why_not_kept

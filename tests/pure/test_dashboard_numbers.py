@@ -12,10 +12,10 @@ from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 from backhaul_server.dashboard.collect.durations import Durations, Tally
 from backhaul_server.dashboard.collect.intervals import common, length, rows_of, union
-from backhaul_server.dashboard.collect.runs import STEPS
 from backhaul_server.dashboard.collect.segments import REASONS, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.collect.series import Series
 from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS, Trainers
+from backhaul_server.dashboard.collect.training_runs import STEPS
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.memory import memory_history
 from backhaul_server.dashboard.views.overview import overview

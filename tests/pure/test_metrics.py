@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.collect.events import KINDS, LogEvent
+from backhaul_server.dashboard.collect.event_log import KINDS, LogEvent
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of

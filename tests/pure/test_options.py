@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from backhaul._cli.options import options_of, parse
+from backhaul._cli.environment_options import options_of, parse
 from backhaul._cli.registry import build
 from backhaul._cli.typos import variables_of_commands, variables_of_sessions
 from backhaul_runtime.errors import SettingError

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import backhaul
 from backhaul import CheckpointError, Decision, Session
-from backhaul._torch_api.options import DETERMINISM_CHECKS
+from backhaul._torch_api.call_options import DETERMINISM_CHECKS
 from backhaul_runtime.replay.replay import Replay
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint

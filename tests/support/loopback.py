@@ -18,7 +18,7 @@ from backhaul._dispatch.prediction import CallSite, PendingCall
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.telemetry import Telemetry
-from backhaul._torch_api.options import options_of
+from backhaul._torch_api.call_options import options_of
 from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
@@ -34,8 +34,8 @@ from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import unbundle
 from backhaul_server.worker.allowed import import_allowed
-from backhaul_server.worker.engine import runs
-from backhaul_server.worker.engine.runs import RunResult, SegmentInputs
+from backhaul_server.worker.engine import segment_runs
+from backhaul_server.worker.engine.segment_runs import RunResult, SegmentInputs
 from backhaul_server.worker.rpc.segment_answers import encode_contributions
 from support.devices import DEVICE
 
@@ -70,7 +70,11 @@ class LoopbackSegment:
         }
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
         run_result = self._run(
-            partial(runs.backward, start=runs.BackwardInputs((), state, summed=tuple(summed)), gradients=copies)
+            partial(
+                segment_runs.backward,
+                start=segment_runs.BackwardInputs((), state, summed=tuple(summed)),
+                gradients=copies,
+            )
         )
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
@@ -78,7 +82,7 @@ class LoopbackSegment:
         return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
-        run_result = self._run(partial(runs.recompute, positions=list(wanted)))
+        run_result = self._run(partial(segment_runs.recompute, positions=list(wanted)))
         tensors = unbundle(
             [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors], run_result.bundle.views
         )

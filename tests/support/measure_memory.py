@@ -14,8 +14,8 @@ import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import backhaul
-from backhaul.demo.memory import peak_live_bytes
 from backhaul.demo.model import LanguageModel
+from backhaul.demo.peak_memory import peak_live_bytes
 from backhaul_runtime.process.resources import resident_bytes
 
 

@@ -7,7 +7,7 @@ from typing import cast
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.dashboard.collect.events import EventLog
+from backhaul_server.dashboard.collect.event_log import EventLog
 from backhaul_server.dashboard.collect.totals import Totals
 from backhaul_server.dashboard.collect.watch import Watch
 

@@ -12,8 +12,8 @@ from backhaul_runtime.wire.bundle import bundle
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, GradientsToKeep, GradientSums
-from backhaul_server.worker.engine.runs import RunResult
 from backhaul_server.worker.engine.segment import SessionState
+from backhaul_server.worker.engine.segment_runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 

@@ -16,7 +16,7 @@ import backhaul
 from backhaul import NotRemoteError, SettingError, WorkerLostError, wrap
 from backhaul._config import Config, resolve
 from backhaul._forward.checkpoint import name_of
-from backhaul._torch_api.options import options_of
+from backhaul._torch_api.call_options import options_of
 from backhaul._torch_api.sequential import checkpoint_sequential
 from backhaul._torch_api.wrap import SegmentModule, unwrap
 from backhaul._worker_client.connection import deadlines

@@ -16,13 +16,13 @@ from backhaul_runtime.program.program import NODE_BYTES, Node, Program, ResultRe
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 
 FIRST = Key("backward", 1)
-START = runs.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
+START = segment_runs.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
 
 
 def with_worker(
@@ -66,9 +66,9 @@ async def saved(worker: Worker, session: SessionState, number: int = 1, value: f
     return worker.segment(session, number)
 
 
-async def backward(worker: Worker, session: SessionState, segment: Segment, key: Key = FIRST) -> runs.RunResult:
+async def backward(worker: Worker, session: SessionState, segment: Segment, key: Key = FIRST) -> segment_runs.RunResult:
     def prepare() -> Any:
-        return partial(runs.backward, start=START, gradients={0: torch.ones(4)})
+        return partial(segment_runs.backward, start=START, gradients={0: torch.ones(4)})
 
     return await worker.engine.request(segment, key, prepare, 0.1).answer
 

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from backhaul_proto.v1.telemetry_pb2 import Lane, SegmentCall, Span
-from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
+from backhaul_server.dashboard.collect.training_runs import Detail, TrainerRun
 from backhaul_server.dashboard.views.timeline import last_steps
 from backhaul_server.dashboard.views.trace import base_of, chrome_trace
 from support.reporting import Training

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backhaul.demo.memory import live_bytes
 from backhaul.demo.model import Block
+from backhaul.demo.peak_memory import live_bytes
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.replay.schedule import Footprint
 from unit.test_recorder import record

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.collect.event_log import LogEvent
 from backhaul_server.dashboard.history import sqlite, writer
 from backhaul_server.dashboard.history.archive import EventSelection, RunRecord, RunSelection, StepSeries
-from backhaul_server.dashboard.history.options import default_path, parse_retention
+from backhaul_server.dashboard.history.retention import default_path, parse_retention
 from backhaul_server.dashboard.history.schema import SCHEMA
 from backhaul_server.dashboard.history.sqlite import HistoryFile
 from backhaul_server.dashboard.history.writer import History

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from backhaul._config import resolve
-from backhaul._observe import events, telemetry
+from backhaul._observe import run_events, telemetry
 from backhaul._observe.call_log import CallLog
-from backhaul._observe.events import EVENTS_PER_REPORT, MAX_KINDS, RunEvents
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.run_events import EVENTS_PER_REPORT, MAX_KINDS, RunEvents
 from backhaul._observe.telemetry import Telemetry
 from backhaul._worker_client.connection.link_traffic import LinkTraffic
 from backhaul_proto.v1 import telemetry_pb2
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1_000.0
-        monkeypatch.setattr(events, "monotonic", lambda: self.now_s)
+        monkeypatch.setattr(run_events, "monotonic", lambda: self.now_s)
 
 
 def test_equal_events_are_counted_together_and_told_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +41,7 @@ def test_equal_events_are_counted_together_and_told_once_a_minute(monkeypatch: p
     noted.add("fell_back", "it ran here", worker="a:1", segment="Head")
     (other,) = noted.take()
     assert (other.segment, other.number) == ("Head", 2)
-    clock.now_s += events.QUIET_S
+    clock.now_s += run_events.QUIET_S
     (again,) = noted.take()
     assert (again.segment, again.count, again.number) == ("Block", 1, 3)
     assert noted.take() == []

@@ -15,7 +15,7 @@ from backhaul_runtime.program.program import Node, Program, ResultRef, Source, S
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
-from backhaul_server.worker.engine import runs, speculation
+from backhaul_server.worker.engine import segment_runs, speculation
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import (
     Key,
@@ -50,12 +50,12 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
 
 async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, runs_anew: bool) -> torch.Tensor:
     """Requests a backward, and returns the gradient. Checks whether a run or a speculative result answered it."""
-    start = runs.BackwardInputs(((0, address_of(gradient)),), STATE)
+    start = segment_runs.BackwardInputs(((0, address_of(gradient)),), STATE)
     ran = []
 
-    def perform(work: runs.SegmentInputs, ready: runs.LiveReplay | None) -> runs.RunResult:
+    def perform(work: segment_runs.SegmentInputs, ready: segment_runs.LiveReplay | None) -> segment_runs.RunResult:
         ran.append(True)
-        return runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
+        return segment_runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
     result = await worker.engine.request(segment, FIRST, lambda: perform, 0.1, start).answer
     assert bool(ran) is runs_anew
@@ -135,8 +135,8 @@ def test_other_ambient_settings_are_another_request() -> None:
         gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
         with torch.autocast("cpu", torch.bfloat16):
-            start = runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
-        perform = partial(runs.backward, start=start, gradients={0: gradient})
+            start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
+        perform = partial(segment_runs.backward, start=start, gradients={0: gradient})
         await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
         assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
 
@@ -211,9 +211,9 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
     async def test(worker: Worker) -> None:
         segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
-        run = runs.backward
+        run = segment_runs.backward
 
-        def run_and_release(work: runs.SegmentInputs, *args: Any) -> runs.RunResult:
+        def run_and_release(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
             if work is first:
                 asyncio.run_coroutine_threadsafe(release(), loop).result()
             return run(work, *args)
@@ -222,7 +222,7 @@ def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.Monkey
             worker.release(segments[0].session, [gone])
 
         loop, first = asyncio.get_running_loop(), segments[2].inputs
-        monkeypatch.setattr(runs, "backward", run_and_release)
+        monkeypatch.setattr(segment_runs, "backward", run_and_release)
         await backward(worker, segments[3], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert [segment.speculation is not None for segment in segments] == [False, gone == 1, True, False]
@@ -238,10 +238,10 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
     async def test(worker: Worker) -> None:
         segments = await chain(worker, [2.0, 4.0, 16.0])
         await idle(worker)
-        run = runs.backward
+        run = segment_runs.backward
         asked: list[asyncio.Task[torch.Tensor]] = []
 
-        def run_and_ask(work: runs.SegmentInputs, *args: Any) -> runs.RunResult:
+        def run_and_ask(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
             if work is middle and not asked:
                 asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
             return run(work, *args)
@@ -252,7 +252,7 @@ def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.Mon
             return task
 
         loop, middle = asyncio.get_running_loop(), segments[1].inputs
-        monkeypatch.setattr(runs, "backward", run_and_ask)
+        monkeypatch.setattr(segment_runs, "backward", run_and_ask)
         await backward(worker, segments[2], torch.ones(4), runs_anew=True)
         await idle(worker)
         assert torch.equal(await asked[0], torch.full((4,), 2.0))

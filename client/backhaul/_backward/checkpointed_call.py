@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from backhaul._observe.call_log import CallLog
-from backhaul._torch_api.options import Options
+from backhaul._torch_api.call_options import Options
 from backhaul_runtime.errors import NotRemoteError
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.torch_internals.private import is_plain_backward

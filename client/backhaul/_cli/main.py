@@ -4,7 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from backhaul._cli.options import explain, options_of, parse
+from backhaul._cli.environment_options import explain, options_of, parse
 from backhaul._cli.registry import build
 from backhaul._cli.typos import warn_of_unknown
 from backhaul_runtime.errors import SettingError

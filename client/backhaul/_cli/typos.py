@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import fields
 
-from backhaul._cli.options import options_of
+from backhaul._cli.environment_options import options_of
 from backhaul._cli.registry import build
 from backhaul._config import Config
 from backhaul_runtime.process import logs

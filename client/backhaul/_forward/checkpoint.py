@@ -18,8 +18,8 @@ from backhaul._forward.destination import Destination
 from backhaul._forward.keep import BegunCall, EndedCall, keep
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.call_log import CallLog
+from backhaul._torch_api.call_options import Options
 from backhaul._torch_api.kept_regions import outside_of_kept_regions
-from backhaul._torch_api.options import Options
 from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.op_list import allowed_ops

@@ -5,8 +5,8 @@ from functools import wraps
 from time import time
 from typing import ParamSpec
 
-from backhaul._observe.events import EventKind
 from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.run_events import EventKind
 from backhaul._observe.telemetry import Telemetry
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2
 from backhaul_runtime.errors import log_once

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from backhaul._observe.events import RunEvents
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import BlockReport, Decision
+from backhaul._observe.run_events import RunEvents
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
 from backhaul_runtime.process.resources import resident_bytes

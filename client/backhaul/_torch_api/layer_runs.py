@@ -27,8 +27,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from backhaul._torch_api.call_options import NAMES
 from backhaul._torch_api.fsdp import is_sharded
-from backhaul._torch_api.options import NAMES
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import pytree, version_of
 

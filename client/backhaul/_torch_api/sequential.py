@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from backhaul._torch_api.options import NAMES
+from backhaul._torch_api.call_options import NAMES
 
 
 def checkpoint_sequential(

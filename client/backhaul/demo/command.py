@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
-from backhaul._cli.options import obstacle_to
+from backhaul._cli.environment_options import obstacle_to
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
 from backhaul_runtime.process.resources import usable_cores
 from backhaul_runtime.process.units import parse_count

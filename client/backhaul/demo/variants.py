@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from backhaul._session import Session
 from backhaul.demo.corpus import batch
-from backhaul.demo.memory import peak_live_bytes
 from backhaul.demo.model import Checkpoint, LanguageModel
+from backhaul.demo.peak_memory import peak_live_bytes
 
 
 @dataclass(frozen=True, slots=True)

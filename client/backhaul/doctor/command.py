@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backhaul._cli.options import obstacle_to
+from backhaul._cli.environment_options import obstacle_to
 from backhaul.doctor.check import Check, as_json, failed
-from backhaul.doctor.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, target_of
 from backhaul_runtime.errors import AddressError, BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_count
 

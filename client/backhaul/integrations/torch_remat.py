@@ -19,8 +19,8 @@ import torch_remat
 from torch import Tensor
 
 from backhaul._api import current_session
+from backhaul._torch_api.call_options import NAMES
 from backhaul._torch_api.kept_regions import kept_region
-from backhaul._torch_api.options import NAMES
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 
-from backhaul._cli.options import obstacle_to
+from backhaul._cli.environment_options import obstacle_to
 from backhaul_lab.bench.figures import FIGURES, Figure, Verdict, chosen
 from backhaul_lab.bench.groups import GROUPS
 from backhaul_lab.bench.outcomes import Outcome, as_json, as_line, as_table, is_failed, without_value

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from backhaul.demo.memory import peak_live_bytes
+from backhaul.demo.peak_memory import peak_live_bytes
 from backhaul_lab.bench.outcomes import Outcome, of_counts
 from backhaul_lab.harness.core_times import settle
 from backhaul_lab.harness.stage import Stage

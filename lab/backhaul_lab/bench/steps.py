@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from backhaul.demo.memory import live_bytes
 from backhaul.demo.model import Block
+from backhaul.demo.peak_memory import live_bytes
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import exposed_by_step
 from backhaul_lab.harness.device import measured

@@ -10,7 +10,7 @@ from backhaul_lab.experiment.plan.cells import SpecError
 from backhaul_lab.experiment.plan.spec import read
 from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_runtime.errors import BackhaulError
-from backhaul_server.dashboard.history.options import default_path
+from backhaul_server.dashboard.history.retention import default_path
 
 HELP = "run trainings over a matrix of trainers, workers, speeds and links, and report what they took"
 EXAMPLES = (

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backhaul._cli.options import obstacle_to
-from backhaul.doctor.profile.options import add_model_options, config_of, divide_cores, target_of
+from backhaul._cli.environment_options import obstacle_to
+from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, target_of
 from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_runtime.errors import BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_amount, parse_count, parse_size, size_text

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from backhaul._cli.options import obstacle_to
+from backhaul._cli.environment_options import obstacle_to
 from backhaul_lab.harness.machine import two_cores
 from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_lab.simulate.costs import KnownCosts

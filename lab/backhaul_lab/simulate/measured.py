@@ -44,7 +44,7 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
 
     from backhaul.demo.model import Block
     from backhaul.doctor.profile.measurement import measure_model
-    from backhaul.doctor.profile.options import patient
+    from backhaul.doctor.profile.model_options import patient
     from backhaul.doctor.profile.target import Target
     from backhaul_lab.harness.training import LARGE, MICRO_BATCH, BlockTraining
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from backhaul_server.dashboard.collect.percentages import in_percent
-from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.metrics.alerts import MOST_MEMORY, Alerts

@@ -10,7 +10,7 @@ from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.process.credentials import one_for_each, read_token
 from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.tls import files_of
-from backhaul_server.dashboard.history.options import RETENTION_DAYS, default_path, parse_retention
+from backhaul_server.dashboard.history.retention import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)*/?", re.ASCII)  # other characters would need an escape in the cookie's path

@@ -22,7 +22,7 @@ from time import monotonic, sleep, time
 
 import grpc
 
-from backhaul._observe.events import EventKind, RunEvents
+from backhaul._observe.run_events import EventKind, RunEvents
 from backhaul._worker_client.connection.calls import call_unary, close_channel
 from backhaul._worker_client.connection.lanes import LANE_LOST, Lane, Lanes
 from backhaul._worker_client.connection.link_traffic import LinkTraffic

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backhaul.demo.memory import peak_live_bytes
+from backhaul.demo.peak_memory import peak_live_bytes
 from backhaul.doctor.profile.target import Target
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder

@@ -11,7 +11,7 @@ from contextlib import suppress
 from backhaul_runtime.process.credentials import read_token
 from backhaul_runtime.process.discovery import parse_sources
 from backhaul_server.dashboard.collect.watch import INTERVAL_S, Watch
-from backhaul_server.dashboard.history.options import RETENTION_DAYS
+from backhaul_server.dashboard.history.retention import RETENTION_DAYS
 from backhaul_server.dashboard.history.writer import History
 
 _LAST_LOOK_S = 1.2 * INTERVAL_S

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backhaul_lab.experiment.plan.spec import Experiment
-from backhaul_server.dashboard.history.options import default_path
+from backhaul_server.dashboard.history.retention import default_path
 
 _FILE = "experiment.json"
 _EXPERIMENT = {"settings": dict, "machine": dict}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backhaul.demo.memory import peak_live_bytes
+from backhaul.demo.peak_memory import peak_live_bytes
 from backhaul_lab.experiment.training.models import load
 from backhaul_lab.harness.training import Training, checkpoint_of_torch, differing
 

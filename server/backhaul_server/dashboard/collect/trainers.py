@@ -4,10 +4,10 @@ import time
 from collections.abc import Iterator
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import EventLog, LogEvent
-from backhaul_server.dashboard.collect.runs import Detail, TrainerRun
+from backhaul_server.dashboard.collect.event_log import EventLog, LogEvent
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.collect.training_runs import Detail, TrainerRun
 
 RUNS = 64
 DETAILED_RUNS = 8

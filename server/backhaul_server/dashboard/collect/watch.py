@@ -19,13 +19,13 @@ from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, options_to
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.events import EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.event_log import EventLog, LogEvent, of_trainer
 from backhaul_server.dashboard.collect.held_memory import HeldMemory
 from backhaul_server.dashboard.collect.links import Alignment, alignment
 from backhaul_server.dashboard.collect.plain_words import why_unanswered
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.sanitize import LATEST_S, clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watched import Watched
 
 INTERVAL_S = 1.0

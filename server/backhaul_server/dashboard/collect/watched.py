@@ -9,7 +9,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_server.dashboard.collect.durations import Durations, Tally
-from backhaul_server.dashboard.collect.events import Burst, EventLog, Kind, LogEvent
+from backhaul_server.dashboard.collect.event_log import Burst, EventLog, Kind, LogEvent
 from backhaul_server.dashboard.collect.sanitize import clean_telemetry, clipped
 from backhaul_server.dashboard.collect.series import Series
 

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import WORDS, Kind, LogEvent, Severity, kinds_from
+from backhaul_server.dashboard.collect.event_log import WORDS, Kind, LogEvent, Severity, kinds_from
 
 
 @validated_dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.events import WORDS, LogEvent
+from backhaul_server.dashboard.collect.event_log import WORDS, LogEvent
 from backhaul_server.dashboard.history.archive import (
     EventList,
     EventSelection,
@@ -26,7 +26,7 @@ from backhaul_server.dashboard.history.archive import (
     RunSelection,
     matches,
 )
-from backhaul_server.dashboard.history.options import MEMORY
+from backhaul_server.dashboard.history.retention import MEMORY
 from backhaul_server.dashboard.history.schema import prepare
 
 BUSY_S = 0.3

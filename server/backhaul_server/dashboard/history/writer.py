@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.threads import only_in
-from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.collect.event_log import LogEvent
 from backhaul_server.dashboard.history.archive import EventList, EventSelection, RunList, RunSelection, StepSeries
 from backhaul_server.dashboard.history.schema import HistoryRefusedError
 from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, ReportRows, event_row, report_rows

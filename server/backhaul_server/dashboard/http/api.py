@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
-from backhaul_server.dashboard.collect.events import Severity
+from backhaul_server.dashboard.collect.event_log import Severity
 from backhaul_server.dashboard.collect.watched import KEPT_S
 from backhaul_server.dashboard.history.archive import EventSelection
 from backhaul_server.dashboard.http.error_answers import FULL, MISSING

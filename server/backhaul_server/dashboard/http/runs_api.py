@@ -9,8 +9,8 @@ from typing import Annotated
 from fastapi import FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.segments import Row, reasons_of, select
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.history.archive import RunSelection
 from backhaul_server.dashboard.http.error_answers import MISSING
 from backhaul_server.dashboard.http.paging import cursor_of, read_cursor

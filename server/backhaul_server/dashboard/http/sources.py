@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fastapi import HTTPException
 
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.segments import SegmentTable
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.history.archive import Archive, EventList, EventSelection, RunSelection

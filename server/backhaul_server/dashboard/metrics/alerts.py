@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from backhaul_server.dashboard.collect.percentages import in_percent
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.collect.events import KINDS
+from backhaul_server.dashboard.collect.event_log import KINDS
 from backhaul_server.dashboard.collect.watch import Watch
 
 Kind = Literal["gauge", "counter", "histogram"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from backhaul_server.dashboard.collect.events import LogEvent
+from backhaul_server.dashboard.collect.event_log import LogEvent
 from backhaul_server.dashboard.history.archive import EventList, EventSelection
 from backhaul_server.dashboard.views import schemas
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 
 
 def why_not_kept(what: Literal["Segments", "Timelines"], runs: Sequence[TrainerRun | None]) -> str:

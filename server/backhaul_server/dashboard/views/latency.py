@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
 from backhaul_server.dashboard.collect.durations import Counted, Tally
-from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.views import schemas
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 

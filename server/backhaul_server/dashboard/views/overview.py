@@ -1,8 +1,8 @@
 """The numbers of the headline."""
 
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views import schemas
 

@@ -4,7 +4,7 @@ from itertools import groupby
 from math import isfinite
 from statistics import median
 
-from backhaul_server.dashboard.collect.runs import TrainerRun, step_row
+from backhaul_server.dashboard.collect.training_runs import TrainerRun, step_row
 from backhaul_server.dashboard.history.archive import RunRecord, RunSelection, matches
 from backhaul_server.dashboard.views import schemas
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange

@@ -9,8 +9,8 @@ from typing import cast
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.intervals import Interval, common, length, rows_of, union
 from backhaul_server.dashboard.collect.links import Alignment
-from backhaul_server.dashboard.collect.runs import TrainerRun
 from backhaul_server.dashboard.collect.series import LARGEST
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.views import schemas
 from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange

@@ -3,7 +3,7 @@
 from math import inf
 
 from backhaul_server.dashboard.collect.links import RATE_S, LinkRecord
-from backhaul_server.dashboard.collect.runs import TrainerRun
+from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.views import schemas

@@ -28,7 +28,7 @@ from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.accounts import Owner
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import job_of
-from backhaul_server.worker.engine.runs import RunResult
+from backhaul_server.worker.engine.segment_runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 

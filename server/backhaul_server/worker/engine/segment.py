@@ -19,8 +19,8 @@ from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.bounds import Bounds
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
-from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.segment_machine import Key, SegmentMachine
+from backhaul_server.worker.engine.segment_runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
 
 MOST_UNPUSHED = 64
 MOST_UNPREDICTABLE = 32

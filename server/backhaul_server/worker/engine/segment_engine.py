@@ -20,7 +20,6 @@ from backhaul_runtime.tensors.staging import last_moment
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
-from backhaul_server.worker.engine.runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
 from backhaul_server.worker.engine.segment_machine import (
     Answer,
@@ -34,6 +33,7 @@ from backhaul_server.worker.engine.segment_machine import (
     Run,
     SpeculateBackward,
 )
+from backhaul_server.worker.engine.segment_runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.speculation import Speculator
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import StoredValue

@@ -24,12 +24,12 @@ from backhaul_runtime.replay.schedule import Footprint, Schedule
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.tensors.durations import known_s, wait_s
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
-from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
-from backhaul_server.worker.engine.runs import BackwardInputs, LiveReplay, RunResult
 from backhaul_server.worker.engine.segment import Segment, SpeculativeBackward
 from backhaul_server.worker.engine.segment_machine import Instruction, Phase
+from backhaul_server.worker.engine.segment_runs import BackwardInputs, LiveReplay, RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 
@@ -210,7 +210,7 @@ class Speculator:
                         break
                     member.bounds.begin(charge, must_yield)
                     backward, gradients = speculation.inputs, speculation.gradients
-                    result = runs.backward(inputs, ready, backward, gradients, member.chained)
+                    result = segment_runs.backward(inputs, ready, backward, gradients, member.chained)
                     made.append(replace(speculation, result=result))
                     speculation = next((following for _, following in _predictions(member, result, backward)), None)
             except Exception:  # Rule 3

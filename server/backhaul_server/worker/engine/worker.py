@@ -36,9 +36,9 @@ from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
-from backhaul_server.worker.engine.runs import Derivation, SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
+from backhaul_server.worker.engine.segment_runs import Derivation, SegmentInputs
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue, is_same_at_once
 from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS

@@ -14,8 +14,8 @@ from backhaul_runtime.tensors.staging import Side
 from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode, field_of
 from backhaul_server.worker.engine.device_waits import DeviceWaits
-from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.segment import Segment, SegmentRequest, result_of
+from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,12 @@ from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage, accepted
 from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
-from backhaul_server.worker.engine import runs
+from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
-from backhaul_server.worker.engine.runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState, result_of
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.segment_machine import Key
+from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
@@ -172,7 +172,7 @@ class SegmentServicer(Servicer):
         positions = tuple(request.positions)
         if len(set(positions)) < len(positions):
             raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
-        perform = partial(runs.recompute, positions=positions)
+        perform = partial(segment_runs.recompute, positions=positions)
         with self._engine.answering(segment, key):
             submitted = self._engine.request(segment, key, lambda: perform, request.expected_s)
             self.worker.replay_ahead(session, request.upcoming_segments)
@@ -309,7 +309,7 @@ class SegmentServicer(Servicer):
 
         def prepare() -> Operation:
             gradients = self.worker.gradients(session, addresses)
-            return partial(runs.backward, start=inputs, gradients=gradients, chained=segment.chained)
+            return partial(segment_runs.backward, start=inputs, gradients=gradients, chained=segment.chained)
 
         key = Key("backward", request.key.backward)
         with self._engine.answering(segment, key):

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from backhaul_server.dashboard.collect.events import Kind, Severity
+from backhaul_server.dashboard.collect.event_log import Kind, Severity
 from backhaul_server.dashboard.views.schemas.base import Schema
 
 
