@@ -181,19 +181,20 @@ class CallSite:
             fn: The function that is called.
         """
         with self._lock:
-            if self.last is None or not self._is_steady:
+            if self.last is None or not self._is_steady:  # a call that changes would be predicted in vain
                 return None
             program, sources = self.last.program, []
             for source, wanted in zip(self._sources, program.sources, strict=True):
                 tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
-                if source.place is not None:
+                if source.place is not None:  # what the function captures may be another tensor by now
                     tensor = at(fn, source.place)
-                if tensor is None or may_be_freed(tensor):
+                if tensor is None or may_be_freed(tensor):  # it may have no contents before the function runs
                     return None
                 try:
                     now = layout_of(tensor)
                 except UnsupportedTensorError:
                     return None
+                # Another layout, or another need of gradients, makes another program.
                 if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
                     return None
                 if tensor.is_leaf != wanted.is_leaf:
@@ -205,6 +206,7 @@ class CallSite:
                 elif source.is_copy:
                     address = tensor_address(now, content_digest(tensor, now))
                     value = hold(tensor, now, address)
+                # Unchanged since it was read, so reading it again would only cost time.
                 elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
                     address = source.address
                 sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))

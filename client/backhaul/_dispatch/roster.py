@@ -128,13 +128,13 @@ class Roster(Sequence[WorkerHandle]):
         until_s = now_s + self._timeout_s
         look_at_s = now_s + LOOK_INTERVAL_S
         while now_s < until_s:
-            if now_s >= look_at_s:
+            if now_s >= look_at_s:  # a source may name its first worker only after a while
                 look_at_s = now_s + LOOK_INTERVAL_S
                 for source, token_file in self._sources:
                     self._update(source, token_file)
             named = list(self._named.values())
             ups = sum(worker.connection.up is not None for worker in named)
-            if ups or has_others:
+            if ups or has_others:  # training can begin, so further workers get a moment more and no longer
                 until_s = min(until_s, now_s + OTHERS_S)
                 has_others = False
             if ups and ups == len(named):
@@ -144,10 +144,11 @@ class Roster(Sequence[WorkerHandle]):
             self._closing.wait(_POLL_S)
             now_s = monotonic()
         if not any(worker.connection.up is not None for worker in self._handles):
-            if not self._named:
+            if not self._named:  # nobody was asked, so no connection has an error to raise
                 texts = ", ".join(source.text for source, _ in self._sources)
                 raise ConnectError(f"{texts} named no worker within {self._timeout_s:g} s", address=texts)
             errors = [worker.connection.why_unanswered(self._timeout_s) for worker in self._named.values()]
+            # A worker without room may have some later, and until then the trainer recomputes.
             if strict or not any(isinstance(error, FULL) for error in errors):
                 raise errors[0]
 

@@ -221,12 +221,14 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     sources = recorder.sources.tensors
     decision = decide(recorder, call, edges, outputs, tensors, is_held=is_held)
     if isinstance(decision, Graft):
+        # One node replaces the graph of the inside, and its backward starts from the outputs: the program returns them.
         graph_uses = decision.uses
         program = recorder.finish(outputs, graph_uses.casts)
         made = (*graph_uses.tensors[len(call.recording.sources) :], *outputs)
         layouts = [*[source.layout for source in call.recording.sources], *map(layout_of, made)]
         uses = Uses([len(of_one) for of_one in graph_uses.uses], layouts, len(graph_uses.stages) > 1)
     else:
+        # Backward asks for what autograd saved, so the program may end with the last op that saved something.
         uses = Uses()
         program = recorder.finish(early_stop=call.options.early_stop)
         if isinstance(decision, Local) and decision.keeps_activations:
@@ -245,19 +247,19 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
             if edge is not None and (before := origin_of(edge)) is not None
         ]
     remote, local_reason = None, _local_reason(decision)
-    if not local_reason:
+    if not local_reason:  # else the program may be only the part before a refusal
         segment = RecordedSegment(call, program, sources, uses, predecessors)
         remote, program, local_reason = _offer(ended, segment)
     if remote is not None:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
     lineage = _lineage(ended, program)
-    if remote is not None:
+    if remote is not None:  # only then may a recipe of a source stand for a copy of it
         lineage.find_recipes(partial(_recipe, call, sources, edges))
     mark_given(lineage, sources, edges)
     frame = ended.frame(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
     if not isinstance(decision, Graft):
         whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
-        if whole is not None:
+        if whole is not None:  # a later segment that was lost can then have its source computed again from here
             lineage.program = whole
             mark_returned(lineage, outputs)
         value = returned[0]

@@ -91,6 +91,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     strict = given.get("strict")
     durability = given.get("durability") or config.durability
     has_contexts = context_fn is not noop_context_fn
+    # Code that is written for torch's checkpoint relies on these errors and their messages.
     if use_reentrant and rest:
         raise ValueError("Unexpected keyword arguments: " + ",".join(rest))
     if use_reentrant and (has_contexts or debug):

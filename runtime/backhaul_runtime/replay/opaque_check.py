@@ -189,11 +189,12 @@ class OpaqueCheck:
             case partial():
                 self._sequence([value.func, value.args, value.keywords])
             case np.ndarray() | np.generic():
-                if value.dtype.hasobject:
+                if value.dtype.hasobject:  # its bytes are addresses
                     raise Refusal("a custom function keeps an array of objects, which can't be compared")
                 self._sequence([str(value.dtype), list(value.shape), value.tobytes()])
                 is_exact = isinstance(value, np.generic)
             case set() | frozenset():
+                # Other objects have an order that follows from their addresses, which differ between two processes.
                 if not all(item is None or type(item) in _CONSTANTS for item in value):
                     raise Refusal("a custom function keeps a set of objects, which can't be compared")
                 self._texts += sorted(map(repr, value))
@@ -212,6 +213,7 @@ class OpaqueCheck:
                 self._mapping(value)
             case list() | tuple() | deque():
                 self._sequence(value)
+            # By the repr of the kind itself: that of a subclass may be the same for two values.
             case int() | float() | complex() | str() | bytes() | bytearray():
                 self._texts.append(next(kind.__repr__(value) for kind in _TEXTS if isinstance(value, kind)))
             case _:

@@ -286,7 +286,7 @@ class Replay:
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
-        if node.is_function:
+        if node.is_function:  # the class comes from this process's own table, never from the program
             return self._call_function(node, args, results, ledger, meter)
         op = resolve(node.op)
         if rules(op).draws or node.draws:
@@ -305,7 +305,7 @@ class Replay:
         check = self._begin_check(node, results) if node.op in names.ops else None
         try:
             self._check_lent(op, args, kwargs)
-            if not self._is_own:
+            if not self._is_own:  # the arguments of a client's program may crash the process
                 unsafe_arguments.check_values(node.op, op, args, kwargs)
             returned = self._results(op, node, args, kwargs)
             sizes = tuple([ledger.add(tensor) for tensor in returned])
@@ -559,7 +559,7 @@ class Replay:
         writes = OutsideWrites(dict(ends), self._packing.of_functions)
         watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
-            if inputs and positions:
+            if inputs and positions:  # torch raises an error without either
                 torch.autograd.grad(
                     [self._outputs[position] for position in positions],
                     inputs,
@@ -573,6 +573,7 @@ class Replay:
             self._note_writes(writes)
             self._deny_changed(contexts)
             self._check_identities()
+            # The addition went to a copy of the parameter, and the caller's own would miss it.
             if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
                 raise ReplayError(ADDED_TO_GRADIENT)
         except BackhaulError as error:  # raised by `check`, or a SavedTensorModifiedError
@@ -583,7 +584,7 @@ class Replay:
                 raise  # the user's code, which may raise anything, has raised it
             raise ReplayError(f"the backward of a replay failed: {error}") from error
         finally:
-            for handle in handles:
+            for handle in handles:  # a graph that is kept would run them in its next backward
                 handle.remove()
             if self._program.functions or self._program.types:
                 self._packing.forget()

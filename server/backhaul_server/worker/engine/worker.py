@@ -321,6 +321,7 @@ class Worker:
                 "arrived before it: its trainer has given it up"
             )
         present = session.segments.get(segment_id)
+        # A repeated save, or a prediction that its confirmation has overtaken, must not replace what may run already.
         if present is not None and (is_predicted or present.is_confirmed):
             return False, []
         if present is None:
@@ -339,7 +340,7 @@ class Worker:
         stored_addresses = [address for source, address in enumerate(addresses) if source not in origins]
         missing = self.store.missing(session, stored_addresses)
         program_missing = bool(self.store.missing(session, [program_address]))
-        if program_missing or missing:
+        if program_missing or missing:  # nothing is charged yet, so the trainer may send it and save again
             return program_missing, missing
         program, stored = self._stored(session, program_address, stored_addresses)
         _check_lists(program, addresses, transient, generator_states, predecessors, is_predicted=is_predicted)
