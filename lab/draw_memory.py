@@ -45,7 +45,7 @@ def main() -> None:
         drawn = [variant for variant in compared if not variant.is_deferred]  # that one needs several micro-batches
         for variant, color in zip(drawn, COLORS, strict=True):
             megabytes = curve(variant)
-            points = [ChartPoint(x, y, y, y) for x, y in enumerate(megabytes)]
+            points = [ChartPoint(x, y) for x, y in enumerate(megabytes)]
             line = ChartLine(f"{variant.name}: {max(megabytes):.0f} MB at most", color, points, has_marks=False)
             lines.append(line)
             if variant.checkpoint is not None:

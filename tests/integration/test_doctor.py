@@ -13,10 +13,9 @@ from backhaul._config import Config
 from backhaul.doctor.advice import Surroundings, model_checks
 from backhaul.doctor.check import Check
 from backhaul.doctor.installation import connection_checks
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.link import LinkProfile
 from backhaul.doctor.profile.measurement import WorkerProfile
-from backhaul.doctor.profile.plain import PlainProfile
-from backhaul.doctor.profile.remote import SegmentTimes
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.version import version
 from backhaul_server.commands import certificates

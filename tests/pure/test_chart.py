@@ -56,7 +56,7 @@ def test_values_above_the_highest_of_the_axis_are_drawn_at_its_top() -> None:
 
 
 def test_points_that_are_no_numbers_are_left_out() -> None:
-    points = [ChartPoint(x, y, y, y) for x, y in ((0.0, float("nan")), (1.0, float("inf")), (2.0, 2.0))]
+    points = [ChartPoint(x, y) for x, y in ((0.0, float("nan")), (1.0, float("inf")), (2.0, 2.0))]
     ticks = [(x, str(x)) for x in (0.0, 1.0, 2.0)]
     drawn = draw([LineChart("title", "x", "y", ticks, [ChartLine("line", "#000", points)])])
     assert "nan" not in drawn
@@ -65,5 +65,5 @@ def test_points_that_are_no_numbers_are_left_out() -> None:
 
 
 def test_a_name_that_is_too_long_for_the_legend_is_drawn_narrower() -> None:
-    line = ChartLine("a name " * 20, "#000", [ChartPoint(0.0, 1.0, 1.0, 1.0)])
+    line = ChartLine("a name " * 20, "#000", [ChartPoint(0.0, 1.0)])
     assert 'lengthAdjust="spacingAndGlyphs"' in draw([LineChart("title", "x", "y", [(0.0, "0")], [line])])

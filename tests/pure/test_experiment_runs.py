@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul._cli.main import main
+from backhaul_lab.experiment.conduct.progress import Progress
 from backhaul_lab.experiment.conduct.records import OtherExperimentError, Records, RecordsError, Visit, names, write
 from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, schedule
 from backhaul_lab.experiment.nodes.fabric import LocalFabric
@@ -121,27 +122,16 @@ def test_results_of_other_versions_or_another_machine_are_not_mixed(tmp_path: Pa
         records.begin(experiment_of(2, 1), {**machine, "hardware": {"cpu": "A CPU", "usable_cores": 64}})
 
 
-class Silent:
+class Silent(Progress):
     """Progress that nobody sees, with the lines that it was to show."""
 
     def __init__(self) -> None:
+        super().__init__(1)
         self.lines: list[str] = []
-
-    def begin(self, visit: str) -> None:
-        """Does nothing."""
-
-    def end(self, outcome: str) -> None:
-        """Does nothing."""
 
     def say(self, text: str) -> None:
         """Keeps a line."""
         self.lines.append(text)
-
-    def __enter__(self) -> "Silent":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
 
 
 def test_unequal_gradients_are_told_again_when_an_experiment_goes_on(tmp_path: Path) -> None:

@@ -7,31 +7,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul import _arithmetic as arithmetic
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul_lab.plan.candidates import Candidate, candidates, lengths
 from backhaul_lab.plan.memory import peak_of
 from backhaul_lab.plan.search import PredictedPlan, predict_plan, search
 from backhaul_lab.plan.workers import PlannedWorker
-from backhaul_lab.simulate.layer_costs import LayerCosts, SegmentCosts
+from backhaul_lab.simulate.layer_costs import LayerCosts
 from backhaul_runtime.replay.schedule import Footprint
 
 MIB = 1 << 20
-FREE = LayerCosts(
+PLAIN = PlainProfile(
     layers=16,
     forward_s=1.0,
     backward_s=2.0,
-    outside_s=0.0,
+    outside_forward_s=0.0,
+    outside_backward_s=0.0,
     boundary_bytes=MIB,
     saved_bytes=16 * MIB,
     outside_bytes=0,
     transient_bytes=2 * MIB,
     trained_bytes=0,
     frozen_bytes=4 * MIB,
+    model_bytes=64 * MIB,
     gradient_bytes=0,
+    trained_parameters=0,
+    tokens=1,
     footprint=Footprint(17 * MIB, 17 * MIB, 20 * MIB),
-    replay_part=1 / 3,
-    segments=(SegmentCosts(1, 0.0, 0.0, 0.0),),
-    has_free_transport=True,
 )
+RUN = SegmentTimes(1, 16, 0.0, 1.0, 2.0, 0.0, 0.0, 16, {})
+FREE = LayerCosts(PLAIN, (RUN,), has_free_transport=True)
 """Sixteen layers whose backward takes twice as long as their forward. Everything else takes no time."""
 EQUAL = PlannedWorker("a:1", 1.0, 0)
 PLENTY = 1 << 40
@@ -78,7 +82,12 @@ def test_activations_need_a_fast_link() -> None:
 
 
 def test_recording_and_transfers_take_time() -> None:
-    costs = replace(FREE, segments=(SegmentCosts(1, 0.5, 0.25, 0.125), SegmentCosts(3, 1.5, 0.25, 0.125)))
+    costs = replace(
+        FREE,
+        segments=tuple(
+            replace(RUN, layers=layers, record_s=0.5 * layers, upload_s=0.25, finish_s=0.125) for layers in (1, 3)
+        ),
+    )
     of_two = costs.at(2)
     assert (of_two.record_s, of_two.upload_s, of_two.finish_s) == pytest.approx((1.0, 0.25, 0.125))
     blocking = Candidate("blocking", 1, workers=(EQUAL,))
@@ -132,12 +141,12 @@ def test_lengths_divide_the_layers_differently() -> None:
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.floats(0.1, 4), st.integers(1, 8), st.floats(1e5, 1e9))
 def test_every_plan_has_finite_values(layers: int, speed: float, micro_batches: int, rate: float) -> None:
-    costs = replace(FREE, layers=layers)
+    costs = replace(FREE, plain=replace(PLAIN, layers=layers))
     worker = PlannedWorker("a:1", speed, PLENTY, rate, 1e-3)
     some = list(candidates(costs, [worker], micro_batches))[::7]
     plans: list[PredictedPlan] = [predict_plan(costs, candidate, micro_batches) for candidate in some]
     for plan in plans:
         # Nothing is faster than the forward of all layers on the trainer.
-        assert plan.step_s >= micro_batches * layers * costs.forward_s * (1 - 1e-9)
+        assert plan.step_s >= micro_batches * layers * costs.plain.forward_s * (1 - 1e-9)
         assert 0 < plan.peak.trainer_bytes < PLENTY
         assert str(plan.candidate)

@@ -2,9 +2,8 @@
 
 import pytest
 
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.measurement import ModelMeasurement, WorkerProfile
-from backhaul.doctor.profile.plain import PlainProfile
-from backhaul.doctor.profile.remote import SegmentTimes
 from backhaul_lab.simulate.layer_costs import layer_costs, segment_costs
 from backhaul_runtime.replay.schedule import Footprint
 

@@ -9,9 +9,8 @@ from math import ceil
 
 from backhaul import _arithmetic as arithmetic
 from backhaul.doctor.check import Check
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.measurement import WorkerProfile
-from backhaul.doctor.profile.plain import PlainProfile
-from backhaul.doctor.profile.remote import SegmentTimes
 from backhaul_runtime.process.units import size_text
 
 ENOUGH_SHARE = 0.9

@@ -7,8 +7,8 @@ import torch
 
 from backhaul._config import Config
 from backhaul.doctor.check import Check
+from backhaul.doctor.profile.costs import PlainProfile
 from backhaul.doctor.profile.measurement import WorkerProfile
-from backhaul.doctor.profile.plain import PlainProfile
 from backhaul_runtime.process.fingerprint import DECISIVE
 from backhaul_runtime.process.units import size_text
 from backhaul_runtime.version import version

@@ -8,11 +8,11 @@ from torch import Tensor
 from backhaul import Session
 from backhaul_lab.bench.bare import TENSOR_BYTES
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
+from backhaul_lab.bench.transfers import there_and_back
 from backhaul_lab.harness.core_times import settle
 from backhaul_lab.harness.processes import MODULE
 from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import compare_gradients
 
 ROUND_TRIP_S, WINDOW_BYTES = 0.02, 1 << 20
 """The distant link: what it adds to a round trip, and the bytes of a connection that may be on their way."""
@@ -48,10 +48,9 @@ def _rounds(stage: Stage, address: str, connections: int) -> tuple[Rounds, int]:
         "several": stage.session(address, returns="gradients", connections=connections, **OVER_TCP),
     }
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
-    scale = torch.tensor(2.0)
-    count = _choose(sessions["several"], x, scale)
+    count = _choose(sessions["several"], x)
     variants = [
-        Alternative(name, partial(_there_and_back, session, x, scale), partial(settle, stage.cores))
+        Alternative(name, partial(there_and_back, session, [x]), partial(settle, stage.cores))
         for name, session in sessions.items()
     ]
     rounds = interleave(variants, stage.cores, PLAN)
@@ -60,28 +59,14 @@ def _rounds(stage: Stage, address: str, connections: int) -> tuple[Rounds, int]:
     return rounds, count
 
 
-def _choose(session: Session, x: Tensor, scale: Tensor) -> int:
+def _choose(session: Session, x: Tensor) -> int:
     """Trains until the session has chosen its connections and they have joined. Returns their number."""
     (worker,) = session._workers[:]
     lanes = worker.connection.lanes
     for _ in range(MOST_STEPS):
-        _there_and_back(session, x, scale)
+        there_and_back(session, [x])
         worker_session = worker.connection.up
         joined = len(lanes.joined(worker_session.session)) if worker_session is not None else 0
         if lanes.choice.is_settled and joined == lanes.choice.count - 1:
             return lanes.choice.count
     raise RuntimeError(f"no number of connections was chosen in {MOST_STEPS} steps")
-
-
-def _there_and_back(session: Session, x: Tensor, scale: Tensor) -> None:
-    with torch.no_grad():
-        x.add_(1.0)  # New contents, because the worker already stores the old ones.
-    x.grad = None
-
-    def scaled() -> Tensor:
-        return (x * scale).sum()
-
-    y: Tensor = session.checkpoint(scaled)
-    y.backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None
-    compare_gradients("the transfer", [x.grad], [torch.full_like(x, 2.0)])

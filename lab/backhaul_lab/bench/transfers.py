@@ -1,14 +1,16 @@
 """Compares transfers of 64 MiB tensors over TCP, to a worker and back, with bare gRPC streams and a bare socket."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from backhaul import Session
 from backhaul_lab.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import Lane, reported_calls, spans
-from backhaul_lab.harness.core_times import settle
+from backhaul_lab.harness.core_times import Core, settle
 from backhaul_lab.harness.processes import MODULE
 from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
@@ -19,6 +21,8 @@ REPEATS = 4
 PLAN = Plan(most=20, warm=2, limit_s=35.0)
 # The worker tunes its allocator itself. The baseline gets the same tuning, so that the comparison is fair.
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "268435456", "MALLOC_TRIM_THRESHOLD_": "268435456"}
+# Autograd saves this one number instead of a tensor, and only the tensors have gradients.
+_SCALE = torch.tensor(2.0)
 
 
 def measure(stage: Stage) -> list[Outcome]:
@@ -31,26 +35,8 @@ def measure(stage: Stage) -> list[Outcome]:
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
-    # Autograd saves this one number instead of a tensor, and only x has a gradient.
-    scale = torch.tensor(2.0)
-
-    def scaled() -> Tensor:
-        settle(stage.cores)  # The predicted upload ends before forward begins, so neither slows the other.
-        return (x * scale).sum()
-
-    def there_and_back() -> None:
-        for _ in range(REPEATS):
-            with torch.no_grad():
-                x.add_(1.0)  # New contents, because the worker already stores the old ones.
-            y: Tensor = session.checkpoint(scaled)
-            settle(stage.cores)
-            x.grad = None
-            y.backward()  # type: ignore[no-untyped-call]
-            assert x.grad is not None
-            compare_gradients("the transfer", [x.grad], [torch.full_like(x, 2.0)])
-
     variants = [
-        Alternative("backhaul", there_and_back),
+        Alternative("backhaul", partial(there_and_back, session, [x], stage.cores, REPEATS)),
         *(Alternative(name, _repeated(run, stage)) for name, run in _bare_runs(bare, tcp).items()),
     ]
     rounds = interleave(variants, stage.cores, PLAN)
@@ -64,6 +50,33 @@ def measure(stage: Stage) -> list[Outcome]:
         of_rounds("save_vs_tcp", rounds, ratio_of("tcp_put", "save"), note),
         of_rounds("fetch_vs_tcp", rounds, ratio_of("tcp_get", "fetch"), note),
     ]
+
+
+def there_and_back(session: Session, tensors: Sequence[Tensor], cores: Sequence[Core] = (), repeats: int = 1) -> None:
+    """Sends new contents of tensors to a worker, lets it return their gradients, and compares these.
+
+    Args:
+        session: The session with the worker.
+        tensors: Tensors that require gradients.
+        cores: Cores whose processes become idle between the phases, so that none slows another; none to go on at once.
+        repeats: How often that is done.
+    """
+
+    def scaled() -> Tensor:
+        if cores:
+            settle(cores)  # The predicted upload ends before forward begins.
+        return torch.stack([(x * _SCALE).sum() for x in tensors]).sum()
+
+    for _ in range(repeats):
+        with torch.no_grad():
+            for x in tensors:
+                x.add_(1.0)  # New contents, because the worker already stores the old ones.
+                x.grad = None
+        y: Tensor = session.checkpoint(scaled)
+        if cores:
+            settle(cores)
+        y.backward()  # type: ignore[no-untyped-call]
+        compare_gradients("the transfer", [x.grad for x in tensors], [torch.full_like(x, 2.0) for x in tensors])
 
 
 def _bare_runs(bare: BareGrpc, tcp: BareTcp) -> dict[str, Callable[[], float]]:

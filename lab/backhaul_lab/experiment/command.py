@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from backhaul_lab.experiment.conduct.progress import progress
+    from backhaul_lab.experiment.conduct.progress import Progress
     from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, store_path
     from backhaul_lab.harness.machine import describe
 
@@ -99,8 +99,7 @@ def _run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         try:
-            with progress(remaining) as shown:
-                outcome = runner.run(shown)
+            outcome = runner.run(Progress(remaining))
         except KeyboardInterrupt:
             print("backhaul experiment: interrupted; the same command continues with what is missing", file=sys.stderr)
             return 130

@@ -20,16 +20,21 @@ class ChartPoint:
     Attributes:
         x: Position of the point, in units of the axis.
         y: Value of the point.
-        low: Lower end of its spread; the value itself if it has none.
-        high: Upper end of its spread.
+        low: Lower end of its spread; None if it has none.
+        high: Upper end of its spread; None if it has none.
         is_hollow: Whether the point is drawn hollow, because it says nothing about scaling.
     """
 
     x: float
     y: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
     is_hollow: bool = False
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The value and the ends of its spread."""
+        return tuple(value for value in (self.y, self.low, self.high) if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +110,11 @@ def draw(charts: Sequence[LineChart], width: int = WIDTH) -> str:
 
 def _draw_chart(chart: LineChart, width: int) -> list[str]:
     lines = [
-        replace(line, points=[point for point in line.points if isfinite(point.y + point.low + point.high)])
+        replace(line, points=[point for point in line.points if all(map(isfinite, point.values))])
         for line in chart.lines
     ]
     chart = replace(chart, lines=lines)
-    highest = max((point.high for line in chart.lines for point in line.points), default=1.0) * 1.04
+    highest = max((max(point.values) for line in chart.lines for point in line.points), default=1.0) * 1.04
     ticks = nice_ticks(highest if chart.high is None else chart.high)
     x_of, y_of = _horizontal(chart, width), _vertical(ticks[-1])
     bottom = HEIGHT - _BOTTOM
@@ -150,8 +155,8 @@ def _draw_line(line: ChartLine, x_of: Callable[[float], float], y_of: Callable[[
         return parts
     for point in line.points:
         x, y = x_of(point.x), y_of(point.y)
-        if point.high > point.low:
-            top, foot = y_of(point.high), y_of(point.low)
+        if (highest := max(point.values)) > (lowest := min(point.values)):
+            top, foot = y_of(highest), y_of(lowest)
             bar = f"M{x:.1f} {foot:.1f}V{top:.1f}M{x - 4:.1f} {foot:.1f}h8M{x - 4:.1f} {top:.1f}h8"
             parts.append(f'<path d="{bar}" stroke="{line.color}" stroke-width="1.2" fill="none"/>')
         fill = "#fff" if point.is_hollow else line.color

@@ -93,12 +93,12 @@ def candidates(costs: LayerCosts, workers: Sequence[PlannedWorker], micro_batche
         micro_batches: Number of micro-batches of an optimizer step. With one there is nothing to defer.
     """
     yield Candidate("plain")
-    kept = sorted({0, costs.layers // 4, costs.layers // 2, 3 * costs.layers // 4})
+    kept = sorted({0, costs.plain.layers // 4, costs.plain.layers // 2, 3 * costs.plain.layers // 4})
     yield from (Candidate("torch", kept_layers=layers) for layers in kept)
     ordered = fastest_first(workers)
     for count in range(1, len(ordered) + 1):
         chosen = tuple(ordered[:count])
-        for length in lengths(costs.layers):
+        for length in lengths(costs.plain.layers):
             for boundaries in ("send", "derive"):
                 for layers in kept:
                     yield Candidate("blocking", length, layers, boundaries=boundaries, workers=chosen)

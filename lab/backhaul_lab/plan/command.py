@@ -102,10 +102,10 @@ def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> 
         raise SettingError(f"no segment of {target.name} can run on a worker: {why}. `backhaul doctor` says more")
     costs = layer_costs(measured)
     best, plans = search(costs, workers, arguments.micro_batches, room_bytes)
-    print(text.model_text(target.name, costs, fixed_bytes))
+    print(text.model_text(target.name, plain, fixed_bytes))
     print("\n".join(map(text.worker_text, workers)) + "\n")
     print(text.table(plans, best, fixed_bytes, room_bytes) + "\n", flush=True)
-    code = _write(arguments, best, plans, costs.layers, fixed_bytes)
+    code = _write(arguments, best, plans, plain.layers, fixed_bytes)
     written: dict[str, Any] = {"budget_bytes": arguments.budget, "micro_batches": arguments.micro_batches}
     written |= {"plans": [text.as_row(plan, fixed_bytes, room_bytes) for plan in plans]}
     if arguments.json is not None:

@@ -50,16 +50,17 @@ class _Sizes:
     """
 
     def __init__(self, costs: LayerCosts, candidate: Candidate, micro_batches: int) -> None:
-        self.boundary, self.gradients, self.outside = costs.boundary_bytes, costs.gradient_bytes, costs.outside_bytes
-        self.layer = costs.saved_bytes + costs.boundary_bytes
-        self.segments, self.length = candidate.segments(costs.layers), candidate.segment_layers
-        self.segment = self.length * costs.saved_bytes + costs.boundary_bytes
+        plain = costs.plain
+        self.boundary, self.gradients, self.outside = plain.boundary_bytes, plain.gradient_bytes, plain.outside_bytes
+        self.layer = plain.saved_bytes + plain.boundary_bytes
+        self.segments, self.length = candidate.segments(plain.layers), candidate.segment_layers
+        self.segment = self.length * plain.saved_bytes + plain.boundary_bytes
         self.kept = candidate.kept_layers * self.layer
-        self.weights = self.length * costs.trained_bytes
+        self.weights = self.length * plain.trained_bytes
         # Gradients of earlier micro-batches exist from the beginning.
         self.early = self.gradients if micro_batches > 1 else 0
-        self.running_backward = max(0, costs.footprint.backward_bytes - costs.footprint.ready_bytes)
-        self.transient = costs.transient_bytes
+        self.running_backward = max(0, plain.footprint.backward_bytes - plain.footprint.ready_bytes)
+        self.transient = plain.transient_bytes
 
 
 def peak_of(costs: LayerCosts, candidate: Candidate, micro_batches: int, shares: Sequence[int] = ()) -> Peak:
@@ -73,7 +74,7 @@ def peak_of(costs: LayerCosts, candidate: Candidate, micro_batches: int, shares:
     """
     sizes = _Sizes(costs, candidate, micro_batches)
     if candidate.kind == "plain":
-        saved = sizes.outside + costs.layers * sizes.layer + sizes.early
+        saved = sizes.outside + costs.plain.layers * sizes.layer + sizes.early
         return Peak(max(saved, sizes.gradients + sizes.layer) + sizes.running_backward)
     if candidate.kind == "torch":
         return Peak(_recomputing(sizes, sizes.segments))
@@ -134,15 +135,15 @@ def _deferred(sizes: _Sizes, local: Local, shares: Sequence[int], unfinished: in
 def _worker_bytes(costs: LayerCosts, candidate: Candidate, unfinished: int) -> int:
     speeds = [worker.speed for worker in candidate.workers]
     part = max(speeds) / sum(speeds)
-    layers = costs.layers - candidate.kept_layers
+    layers = costs.plain.layers - candidate.kept_layers
     run = costs.footprint_of(candidate.segment_layers).run_bytes
-    result = candidate.segment_layers * costs.trained_bytes + costs.boundary_bytes
+    result = candidate.segment_layers * costs.plain.trained_bytes + costs.plain.boundary_bytes
     return int(
         arithmetic.worker_memory_bytes(
             part * layers,
-            costs.trained_bytes + costs.frozen_bytes,
-            unfinished * part * candidate.segments(costs.layers),
-            costs.boundary_bytes,
+            costs.plain.trained_bytes + costs.plain.frozen_bytes,
+            unfinished * part * candidate.segments(costs.plain.layers),
+            costs.plain.boundary_bytes,
             run + result,
         )
     )

@@ -50,12 +50,13 @@ def predict_plan(costs: LayerCosts, candidate: Candidate, micro_batches: int) ->
         candidate: The way to train.
         micro_batches: Number of micro-batches of a step.
     """
-    layers, kept = costs.layers, candidate.kept_layers
-    alone_s = layers * (costs.forward_s + costs.backward_s) + costs.outside_s
+    plain = costs.plain
+    layers, kept = plain.layers, candidate.kept_layers
+    alone_s = layers * (plain.forward_s + plain.backward_s) + plain.outside_s
     if candidate.kind == "plain":
         return PredictedPlan(candidate, micro_batches * alone_s, peak_of(costs, candidate, micro_batches))
     if candidate.kind == "torch":
-        step_s = micro_batches * (alone_s + (layers - kept) * costs.forward_s)
+        step_s = micro_batches * (alone_s + (layers - kept) * plain.forward_s)
         return PredictedPlan(candidate, step_s, peak_of(costs, candidate, micro_batches))
     segments = candidate.segments(layers)
     of_segment = costs.at((layers - kept) / segments)
@@ -73,7 +74,7 @@ def predict_plan(costs: LayerCosts, candidate: Candidate, micro_batches: int) ->
                 latency_s=latency_s,
                 derives=candidate.boundaries == "derive",
                 keeps=candidate.local == "keep",
-                outside_s=costs.outside_s,
+                outside_s=plain.outside_s,
                 has_free_transport=costs.has_free_transport,
             ),
         )
@@ -82,7 +83,7 @@ def predict_plan(costs: LayerCosts, candidate: Candidate, micro_batches: int) ->
     if candidate.returns == "activations":
         of_segment = costs.returning_activations(of_segment, (layers - kept) / segments)
     # What a worker holds besides boundaries, trained weights and replays.
-    frozen_bytes = layers * costs.frozen_bytes
+    frozen_bytes = layers * plain.frozen_bytes
     memories = [worker.memory_bytes - frozen_bytes for worker in candidate.workers if worker.memory_bytes]
     setup = Setup(
         segments,
@@ -91,7 +92,7 @@ def predict_plan(costs: LayerCosts, candidate: Candidate, micro_batches: int) ->
         bytes_per_s=rate,
         latency_s=latency_s,
         speeds=speeds,
-        outside_s=costs.outside_s + kept * (costs.forward_s + costs.backward_s),
+        outside_s=plain.outside_s + kept * (plain.forward_s + plain.backward_s),
         derives=candidate.boundaries == "derive",
         has_free_transport=costs.has_free_transport,
     )

@@ -5,26 +5,26 @@ from pathlib import Path
 from typing import Any
 
 from backhaul._plan_file import write_plan
+from backhaul.doctor.profile.costs import PlainProfile
 from backhaul_lab.plan.search import PredictedPlan
 from backhaul_lab.plan.workers import PlannedWorker
-from backhaul_lab.simulate.layer_costs import LayerCosts
 from backhaul_runtime.process.units import size_text
 
 _SHOWN = 8
 
 
-def model_text(name: str, costs: LayerCosts, fixed_bytes: float) -> str:
+def model_text(name: str, plain: PlainProfile, fixed_bytes: float) -> str:
     """Describes the measured model in two sentences.
 
     Args:
         name: What was given as --model, "module:function".
-        costs: The costs of its layers.
+        plain: What it costs without a worker.
         fixed_bytes: Size of its parameters and of the optimizer's state, in bytes.
     """
     return (
-        f"{name} has {costs.layers} layers. The forward of a layer takes {costs.forward_s * 1e3:.1f} ms and its "
-        f"backward {costs.backward_s * 1e3:.1f} ms, autograd saves {size_text(costs.saved_bytes)} of it, and its input "
-        f"has {size_text(costs.boundary_bytes)}. Parameters and the optimizer's state take {size_text(fixed_bytes)}."
+        f"{name} has {plain.layers} layers. The forward of a layer takes {plain.forward_s * 1e3:.1f} ms and its "
+        f"backward {plain.backward_s * 1e3:.1f} ms, autograd saves {size_text(plain.saved_bytes)} of it, and its input "
+        f"has {size_text(plain.boundary_bytes)}. Parameters and the optimizer's state take {size_text(fixed_bytes)}."
     )
 
 

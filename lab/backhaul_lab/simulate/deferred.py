@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from backhaul._accumulate.plan import MORE_OPEN, Speeds, last_segments, trainers_share
+from backhaul._arithmetic import deferred_limit
 from backhaul._dispatch.placement import parts_by_speed
 from backhaul_lab.simulate.costs import Costs
 from backhaul_lab.simulate.engine import Compute, Event, SimulatedCore, SimulatedLink, Simulation, Thread, Transfer
@@ -70,7 +71,8 @@ def predict_block(costs: Costs, setup: BlockSetup) -> PredictedBlock:
     """Predicts a block of a training that has run for many blocks."""
     block = _Block(costs, setup)
     torch_s = setup.micro_batches * (setup.segments * (2 * costs.forward_s + costs.backward_s) + setup.outside_s)
-    return PredictedBlock(block.run(), block.shares, torch_s, law(costs, setup.speeds), _whole_units(costs, setup))
+    limit = deferred_limit(sum(setup.speeds), costs.backward_s / costs.forward_s)
+    return PredictedBlock(block.run(), block.shares, torch_s, limit, _whole_units(costs, setup))
 
 
 class _Block:
@@ -218,15 +220,6 @@ class _Task:
     received: Event
     done: Event
     part: int
-
-
-def law(costs: Costs, speeds: Sequence[float]) -> float:
-    """Returns min(1 + sum of the speeds, T / F), where T is a segment's time with torch's checkpoint and F its forward.
-
-    The trainer runs all forwards, so it cannot become faster than these.
-    """
-    torch_s = 2 * costs.forward_s + costs.backward_s
-    return min(1 + sum(speeds), torch_s / costs.forward_s)
 
 
 def _whole_units(costs: Costs, setup: BlockSetup) -> float:

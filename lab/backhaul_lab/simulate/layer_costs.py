@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul_lab.simulate.costs import Costs
 from backhaul_runtime.replay.schedule import Footprint
 
@@ -20,58 +21,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """The costs of a model's layers, see `PlainProfile` for those without a worker.
+    """The costs of a model's layers, alone and with a worker.
 
     Attributes:
-        layers: Number of layers of the model.
-        forward_s: Duration of a layer's forward, in seconds.
-        backward_s: Duration of a layer's backward, in seconds.
-        outside_s: Duration of forward and backward outside of the layers, in seconds.
-        boundary_bytes: Size of a layer's input, in bytes.
-        saved_bytes: Size of what autograd saves of a layer, in bytes.
-        outside_bytes: Size of what autograd saves outside of the layers, in bytes.
-        transient_bytes: The most that a layer's forward holds at a time if nothing is saved, in bytes.
-        trained_bytes: Size of a layer's parameters with gradients, in bytes.
-        frozen_bytes: Size of a layer's other parameters and buffers, in bytes.
-        gradient_bytes: Size of the gradients of the model, in bytes.
-        footprint: Memory of a layer's replay.
-        replay_part: The part of a worker's time for a segment that the replay takes, with the digests for its check.
+        plain: What the model costs without a worker.
         segments: The costs of segments of one length or of two.
         has_free_transport: Whether sending and receiving leave the cores that compute free.
     """
 
-    layers: int
-    forward_s: float
-    backward_s: float
-    outside_s: float
-    boundary_bytes: int
-    saved_bytes: int
-    outside_bytes: int
-    transient_bytes: int
-    trained_bytes: int
-    frozen_bytes: int
-    gradient_bytes: int
-    footprint: Footprint
-    replay_part: float
-    segments: "tuple[SegmentCosts, ...]"
+    plain: PlainProfile
+    segments: tuple[SegmentTimes, ...]
     has_free_transport: bool
+
+    @property
+    def replay_part(self) -> float:
+        """The part of a worker's time for a segment that the replay takes, with the digests for its check."""
+        last = self.segments[-1]
+        return last.replay_s / (last.replay_s + last.replay_backward_s)
 
     def at(self, segment_layers: float) -> Costs:
         """Returns the costs of a segment of so many layers, which may be a mean."""
         first, last = self.segments[0], self.segments[-1]
-        weight_bytes, boundary_bytes = int(segment_layers * self.trained_bytes), max(1, self.boundary_bytes)
+        weight_bytes, boundary_bytes = int(segment_layers * self.plain.trained_bytes), max(1, self.plain.boundary_bytes)
 
-        def linear(cost: "Callable[[SegmentCosts], float]") -> float:
+        def linear(cost: "Callable[[SegmentTimes], float]") -> float:
             if first.layers == last.layers:
                 return cost(first) / first.layers * segment_layers
             slope = max(0.0, (cost(last) - cost(first)) / (last.layers - first.layers))
             return max(0.0, cost(first) - slope * first.layers) + slope * segment_layers
 
-        computed_s = segment_layers * (self.forward_s + self.backward_s)
+        computed_s = segment_layers * (self.plain.forward_s + self.plain.backward_s)
         upload_s, finish_s = linear(lambda costs: costs.upload_s), linear(lambda costs: costs.finish_s)
         return Costs(
-            forward_s=segment_layers * self.forward_s,
-            backward_s=segment_layers * self.backward_s,
+            forward_s=segment_layers * self.plain.forward_s,
+            backward_s=segment_layers * self.plain.backward_s,
             optimizer_s=0.0,
             record_s=linear(lambda costs: costs.record_s),
             upload_s=upload_s,
@@ -87,16 +70,16 @@ class LayerCosts:
 
     def footprint_of(self, segment_layers: float) -> Footprint:
         """Returns the memory of a segment's replay. The results of all layers stay, and one backward runs at a time."""
-        one, others = self.footprint, segment_layers - 1
+        one, others = self.plain.footprint, segment_layers - 1
         kept_bytes = int(others * one.ready_bytes)
-        trained_bytes = int(others * self.trained_bytes)
+        trained_bytes = int(others * self.plain.trained_bytes)
         return Footprint(
             one.replay_bytes + kept_bytes, one.ready_bytes + kept_bytes, one.backward_bytes + kept_bytes + trained_bytes
         )
 
     def returning_activations(self, costs: Costs, segment_layers: float) -> Costs:
         """Returns the costs of a segment whose backward the trainer runs on activations from the worker."""
-        returned = int(segment_layers * self.saved_bytes) + costs.boundary_bytes
+        returned = int(segment_layers * self.plain.saved_bytes) + costs.boundary_bytes
         more = returned / costs.result_bytes
         return replace(
             costs,
@@ -107,44 +90,10 @@ class LayerCosts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentCosts:
-    """What a segment of some layers costs the trainer, in seconds: the first four costs of `SegmentTimes`.
-
-    Attributes:
-        layers: Number of layers of the segment.
-        record_s: Time that recording adds to a forward.
-        upload_s: CPU time of sending the segment.
-        finish_s: CPU time of requesting, receiving and checking its result.
-    """
-
-    layers: int
-    record_s: float
-    upload_s: float
-    finish_s: float
-
-
 def layer_costs(measured: "ModelMeasurement") -> LayerCosts:
     """Returns the costs of a measured model's layers, with those of the first worker, which must have run segments."""
-    plain = measured.plain
-    runs = [run for run in measured.workers[0].runs if run.remote]
-    return LayerCosts(
-        layers=plain.layers,
-        forward_s=plain.forward_s,
-        backward_s=plain.backward_s,
-        outside_s=plain.outside_forward_s + plain.outside_backward_s,
-        boundary_bytes=plain.boundary_bytes,
-        saved_bytes=plain.saved_bytes,
-        outside_bytes=plain.outside_bytes,
-        transient_bytes=plain.transient_bytes,
-        trained_bytes=plain.trained_bytes,
-        frozen_bytes=plain.frozen_bytes,
-        gradient_bytes=plain.gradient_bytes,
-        footprint=plain.footprint,
-        replay_part=runs[-1].replay_s / (runs[-1].replay_s + runs[-1].replay_backward_s),
-        segments=tuple(SegmentCosts(run.layers, run.record_s, run.upload_s, run.finish_s) for run in runs),
-        has_free_transport=measured.has_free_transport,
-    )
+    runs = tuple(run for run in measured.workers[0].runs if run.remote)
+    return LayerCosts(measured.plain, runs, measured.has_free_transport)
 
 
 def segment_costs(measured: "ModelMeasurement") -> Costs:

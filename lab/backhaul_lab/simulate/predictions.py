@@ -121,7 +121,7 @@ def as_svg(costs: KnownCosts) -> str:
         for x, setup in setups:
             of_segment = costs.of(setup)
             over_none = predict(of_segment, setup).step_s / step_without_checkpointing_s(of_segment, SEGMENTS)
-            points.append(ChartPoint(x, over_none, over_none, over_none))
+            points.append(ChartPoint(x, over_none))
         return points
 
     def chart(x_label: str, setups: Sequence[tuple[float, Setup]], ticks: Sequence[tuple[float, str]]) -> LineChart:
@@ -129,9 +129,7 @@ def as_svg(costs: KnownCosts) -> str:
         lines = [
             ChartLine("predicted programs", COLORS[0], predicted(setups), has_marks=False),
             ChartLine("known after forward", COLORS[1], predicted(known), has_marks=False),
-            ChartLine(
-                "torch's checkpoint", GREY, [ChartPoint(x, torch, torch, torch) for x, _ in setups], has_marks=False
-            ),
+            ChartLine("torch's checkpoint", GREY, [ChartPoint(x, torch) for x, _ in setups], has_marks=False),
         ]
         title = f"Step time over {x_label}"
         return LineChart(title, x_label, "step time (without checkpointing = 1)", ticks, lines, high=_HIGHEST)

@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from backhaul._config import Config
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.link import LinkProfile, LinkRun
 from backhaul.doctor.profile.observed import ObservedSession
-from backhaul.doctor.profile.plain import ROUNDS, PlainProfile, PlainRun
+from backhaul.doctor.profile.plain import ROUNDS, PlainRun
 from backhaul.doctor.profile.remote import (
     RemoteRun,
-    SegmentTimes,
     compute_threads,
     has_free_transport,
 )

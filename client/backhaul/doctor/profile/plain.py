@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul.demo.peak_memory import peak_live_bytes
+from backhaul.doctor.profile.costs import PlainProfile
 from backhaul.doctor.profile.target import Target
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.record.recorder import Recorder
@@ -28,57 +29,6 @@ WARM_ROUNDS, ROUNDS = 1, 5
 _LEARNING_RATE = 1e-6
 _GROWTH = 2.0
 """The run of a layer takes about this many times what autograd saves, if it cannot be measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainProfile:
-    """What a micro-batch costs without checkpointing. Durations are those of undisturbed rounds.
-
-    Attributes:
-        layers: Number of layers of the model.
-        forward_s: Mean duration of a layer's forward, in seconds.
-        backward_s: Mean duration of a layer's backward, in seconds.
-        outside_forward_s: Duration of the forward outside of the layers, in seconds.
-        outside_backward_s: Duration of the backward outside of the layers, in seconds.
-        boundary_bytes: Size of a layer's input, in bytes.
-        saved_bytes: Mean size of what autograd saves of a layer, without parameters and boundaries, in bytes.
-        outside_bytes: Size of what autograd saves outside of the layers, in bytes.
-        transient_bytes: The most that a layer's forward holds at a time if nothing is saved, in bytes.
-        trained_bytes: Mean size of a layer's parameters with gradients, in bytes.
-        frozen_bytes: Mean size of a layer's parameters and buffers without gradients, in bytes.
-        model_bytes: Size of all parameters and buffers, in bytes.
-        gradient_bytes: Size of all gradients, in bytes.
-        trained_parameters: Number of all parameters with gradients.
-        tokens: Number of items in the batch: the input of a layer without its last dimension.
-        footprint: Memory of a layer's replay.
-    """
-
-    layers: int
-    forward_s: float
-    backward_s: float
-    outside_forward_s: float
-    outside_backward_s: float
-    boundary_bytes: int
-    saved_bytes: int
-    outside_bytes: int
-    transient_bytes: int
-    trained_bytes: int
-    frozen_bytes: int
-    model_bytes: int
-    gradient_bytes: int
-    trained_parameters: int
-    tokens: int
-    footprint: Footprint
-
-    @property
-    def whole_forward_s(self) -> float:
-        """Duration of the forward of the model, in seconds."""
-        return self.layers * self.forward_s + self.outside_forward_s
-
-    @property
-    def backward(self) -> float:
-        """A layer's backward relative to its forward."""
-        return self.backward_s / self.forward_s
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ NOTE [Remote costs]
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import thread_time
@@ -19,8 +19,9 @@ from time import thread_time
 import torch
 
 from backhaul._torch_api.wrap import unwrap
+from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.observed import ObservedSession
-from backhaul.doctor.profile.plain import ROUNDS, PlainProfile, synchronise, undisturbed, update
+from backhaul.doctor.profile.plain import ROUNDS, synchronise, undisturbed, update
 from backhaul.doctor.profile.target import Target
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.resources import usable_cores
@@ -31,43 +32,6 @@ _NANOSECONDS = 1e9
 _TASKS = Path("/proc/self/task")
 
 Lane = telemetry_pb2.Lane
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentTimes:
-    """What a segment of some layers costs with a worker. Durations in seconds, those of undisturbed steps.
-
-    Attributes:
-        layers: Number of layers of a segment.
-        segments: Number of segments of a micro-batch.
-        record_s: Time that recording adds to a forward.
-        replay_s: Duration of the replay on the worker.
-        replay_backward_s: Duration of the backward on the worker; 0 if it returned activations only.
-        upload_s: CPU time of sending the segment.
-        finish_s: CPU time of requesting, receiving and checking its result.
-        remote: Number of segments of a step that a worker recomputed.
-        reasons: Why other segments ran on the trainer, with counts.
-    """
-
-    layers: int
-    segments: int
-    record_s: float
-    replay_s: float
-    replay_backward_s: float
-    upload_s: float
-    finish_s: float
-    remote: int
-    reasons: Mapping[str, int]
-
-    @property
-    def needed(self) -> int:
-        """The number of segments of a step that backward needed again, wherever they ran."""
-        return self.remote + sum(self.reasons.values())
-
-    @property
-    def share(self) -> float:
-        """The share of the segments that a worker recomputed, from 0 to 1."""
-        return self.remote / max(1, self.needed)
 
 
 def has_free_transport() -> bool:

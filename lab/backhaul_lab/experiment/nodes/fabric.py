@@ -1,10 +1,11 @@
 """Where the nodes of a cell run, and the links between them: on this machine, in namespaces, or on a Ray cluster."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 from backhaul_lab.experiment.nodes.network import Bridge, Host
 from backhaul_lab.experiment.plan.cells import Cell
@@ -22,8 +23,13 @@ ENVIRONMENT = {
 """Variables of every node: an op uses one thread, because a node is a machine with one core."""
 
 
-class Fabric(Protocol):
+class Fabric(ABC):
     """Starts the nodes of one cell. A context manager that ends them.
+
+    Args:
+        cell: The cell whose nodes are started.
+        nodes: Settings of the nodes.
+        folder: Directory for logs and the token.
 
     Attributes:
         address: What trainers connect to, once workers were started.
@@ -34,35 +40,72 @@ class Fabric(Protocol):
         has_all_processes: Whether these are all of the cell's processes that run on this machine.
     """
 
-    address: str
-    token_file: str
-    workers: list[ChildProcess]
-    trainers: list[ChildProcess]
-    processes: list[ChildProcess]
-    has_all_processes: bool
+    has_all_processes = True
 
+    def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path) -> None:
+        self.address = self.token_file = ""
+        self.workers: list[ChildProcess] = []
+        self.trainers: list[ChildProcess] = []
+        self.processes: list[ChildProcess] = []
+        self._cell, self._nodes, self._folder = cell, nodes, folder
+        self._opened = ExitStack()
+        self._collector: ChildProcess | None = None
+
+    @abstractmethod
     def start_workers(self) -> None:
-        """Starts all workers, and waits until they serve. Raises ChildError if one does not."""
+        """Starts all workers at once, and waits until they serve. Raises ChildError if one does not."""
 
     def start_trainer(self) -> ChildProcess:
         """Starts a trainer process, which waits for its settings."""
-        ...
+        command = self._on_trainer(*MODULE, "backhaul_lab.experiment.training.trainer")
+        trainer = self._node(f"trainer {len(self.trainers)}", command, ENVIRONMENT)
+        self.trainers.append(trainer)
+        return trainer
 
-    def collector(self, store: str) -> ChildProcess | None:
-        """Starts the process that writes the history; None if it cannot reach the workers."""
-        ...
+    def collector(self, store: str) -> ChildProcess:
+        """Starts the process that writes the history."""
+        module = "backhaul_lab.experiment.conduct.collector"
+        command = self._on_hub(*MODULE, module, store, self.address, self.token_file)
+        self._collector = self._node("collector", command, {})
+        return self._collector
 
     def link_bytes(self) -> tuple[int, int]:
         """Returns the bytes that the devices of all trainers and of all workers have carried; zeros without devices."""
-        ...
+        return 0, 0
 
-    def __enter__(self) -> Self: ...
+    def _on_trainer(self, *command: str) -> list[str]:
+        """Returns a command line that runs a command where the next trainer runs."""
+        return list(command)
 
-    def __exit__(self, *exception: object) -> None: ...
+    def _on_hub(self, *command: str) -> list[str]:
+        """Returns a command line that runs a command where it reaches all workers."""
+        return list(command)
+
+    def _node(
+        self, name: str, command: list[str], environment: Mapping[str, str], *, ends_with_stdin: bool = True
+    ) -> ChildProcess:
+        log = self._folder / f"{name.replace(' ', '-')}.log"
+        node = ChildProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
+        self.processes.append(node)
+        self._opened.callback(node.end)
+        return node
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # All end at the same time, so that an interrupted run does not wait for each node in turn.
+        for trainer in self.trainers:
+            trainer.ask_to_end()
+        if self._collector is not None:
+            self._collector.end()  # it reads the workers' last reports
+        for process in self.processes:
+            process.ask_to_end()
+        self._opened.close()
 
 
-class LocalFabric:
-    """Processes of this machine, each in a network namespace of its own if there is a bridge: a `Fabric`.
+class LocalFabric(Fabric):
+    """Processes of this machine, each in a network namespace of its own if there is a bridge.
 
     Args:
         cell: The cell whose nodes are started.
@@ -72,15 +115,8 @@ class LocalFabric:
     """
 
     def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path, *, is_in_namespaces: bool) -> None:
-        self.address = self.token_file = ""
-        self.workers: list[ChildProcess] = []
-        self.trainers: list[ChildProcess] = []
-        self.processes: list[ChildProcess] = []
-        self.has_all_processes = True
-        self._cell, self._nodes, self._folder = cell, nodes, folder
-        self._opened = ExitStack()
+        super().__init__(cell, nodes, folder)
         self._bridge: Bridge | None = None
-        self._collector: ChildProcess | None = None
         self._worker_hosts: list[Host] = []
         self._trainer_hosts: list[Host] = []
         if is_in_namespaces:
@@ -96,24 +132,15 @@ class LocalFabric:
         addresses = [self._served_at(worker) for worker in self.workers]
         self.address = ",".join(self._linked(number, address) for number, address in enumerate(addresses))
 
-    def start_trainer(self) -> ChildProcess:
-        """Starts a trainer process, which waits for its settings."""
-        number = len(self.trainers)
-        command = [*MODULE, "backhaul_lab.experiment.training.trainer"]
-        if self._bridge is not None:
-            host = self._bridge.host()
-            self._trainer_hosts.append(host)
-            command = host.command(*command)
-        trainer = self._node(f"trainer {number}", command, ENVIRONMENT)
-        self.trainers.append(trainer)
-        return trainer
+    def _on_trainer(self, *command: str) -> list[str]:
+        if self._bridge is None:
+            return list(command)
+        host = self._bridge.host()
+        self._trainer_hosts.append(host)
+        return host.command(*command)
 
-    def collector(self, store: str) -> ChildProcess | None:
-        """Starts the process that writes the history."""
-        command = [*MODULE, "backhaul_lab.experiment.conduct.collector", store, self.address, self.token_file]
-        command = command if self._bridge is None else self._bridge.hub.command(*command)
-        self._collector = self._node("collector", command, {})
-        return self._collector
+    def _on_hub(self, *command: str) -> list[str]:
+        return list(command) if self._bridge is None else self._bridge.hub.command(*command)
 
     def link_bytes(self) -> tuple[int, int]:
         """Returns the bytes that the devices of all trainers and of all workers have carried; zeros without devices."""
@@ -159,25 +186,3 @@ class LocalFabric:
 
     def _served_at(self, worker: ChildProcess) -> str:
         return worker.read(self._nodes.start_timeout_s).rpartition(" ")[2]
-
-    def _node(
-        self, name: str, command: list[str], environment: Mapping[str, str], *, ends_with_stdin: bool = True
-    ) -> ChildProcess:
-        log = self._folder / f"{name.replace(' ', '-')}.log"
-        node = ChildProcess(name, command, log, environment, ends_with_stdin=ends_with_stdin)
-        self.processes.append(node)
-        self._opened.callback(node.end)
-        return node
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        # All end at the same time, so that an interrupted run does not wait for each node in turn.
-        for trainer in self.trainers:
-            trainer.ask_to_end()
-        if self._collector is not None:
-            self._collector.end()  # it reads the workers' last reports
-        for process in self.processes:
-            process.ask_to_end()
-        self._opened.close()

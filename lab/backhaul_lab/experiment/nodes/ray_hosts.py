@@ -2,15 +2,13 @@
 
 import os
 import socket
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
 
-from backhaul_lab.experiment.nodes.fabric import ENVIRONMENT
+from backhaul_lab.experiment.nodes.fabric import Fabric
 from backhaul_lab.experiment.plan.cells import Cell, SpecError
 from backhaul_lab.experiment.plan.shares import NodeShares
 from backhaul_lab.experiment.plan.spec import NodesSpec
-from backhaul_lab.harness.processes import MODULE, ChildError, ChildProcess
+from backhaul_lab.harness.processes import ChildError
 from backhaul_runtime.process.ray_fleet import NEEDS_RAY, default_address, has_ray, join
 from backhaul_server.fleet import control
 from backhaul_server.fleet.spec import WorkerSpec
@@ -36,8 +34,8 @@ def shares_on_cluster(cell: Cell) -> NodeShares:
     return NodeShares(1.0, 1.0, is_core_bound=True, why=why)
 
 
-class RayFabric:
-    """Workers on the hosts of the cluster that this process has joined: a `Fabric`.
+class RayFabric(Fabric):
+    """Workers on the hosts of the cluster that this process has joined.
 
     Args:
         cell: The cell whose nodes are started.
@@ -45,16 +43,13 @@ class RayFabric:
         folder: Directory for the logs of nodes.
     """
 
+    has_all_processes = False  # Ray may place workers on this machine, too
+
     def __init__(self, cell: Cell, nodes: NodesSpec, folder: Path) -> None:
-        self.address, self.token_file = "", nodes.token_file
-        self.workers: list[ChildProcess] = []
-        self.trainers: list[ChildProcess] = []
-        self.processes: list[ChildProcess] = []
-        self.has_all_processes = False  # Ray may place workers on this machine, too
-        self._cell, self._nodes, self._folder = cell, nodes, folder
+        super().__init__(cell, nodes, folder)
+        self.token_file = nodes.token_file
         self._fleet = f"experiment-{os.getpid()}"
         self._actors: control.Actors = {}
-        self._opened = ExitStack()
 
     def start_workers(self) -> None:
         """Starts all workers at once, and waits until they serve. Raises ChildError if one does not."""
@@ -67,34 +62,3 @@ class RayFabric:
             if worker.state != "serving":
                 raise ChildError(f"{worker.name} is {worker.state}", worker.trouble)
         self.address = ",".join(worker.address for worker in workers)
-
-    def start_trainer(self) -> ChildProcess:
-        """Starts a trainer process, which waits for its settings."""
-        trainer = self._node(
-            f"trainer {len(self.trainers)}", "backhaul_lab.experiment.training.trainer", environment=ENVIRONMENT
-        )
-        self.trainers.append(trainer)
-        return trainer
-
-    def collector(self, store: str) -> ChildProcess | None:
-        """Starts the process that writes the history."""
-        return self._node(
-            "collector", "backhaul_lab.experiment.conduct.collector", store, self.address, self.token_file
-        )
-
-    def link_bytes(self) -> tuple[int, int]:
-        """Returns zeros: the links of other machines are not counted."""
-        return 0, 0
-
-    def _node(self, name: str, *command: str, environment: Any = None) -> ChildProcess:
-        log = self._folder / f"{name.replace(' ', '-')}.log"
-        node = ChildProcess(name, [*MODULE, *command], log, environment)
-        self.processes.append(node)
-        self._opened.callback(node.end)
-        return node
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._opened.close()

@@ -113,7 +113,7 @@ def _named(what: str, name: str) -> str:
 def _step_time(series: Series, axis: Axis) -> ReportChart:
     at, ticks = _ticks(series, axis)
     lines: list[ChartLine] = [
-        ChartLine(NONE, GREY, [ChartPoint(x, 1.0, 1.0, 1.0) for x, _ in ticks], "2 4", has_marks=len(ticks) == 1)
+        ChartLine(NONE, GREY, [ChartPoint(x, 1.0) for x, _ in ticks], "2 4", has_marks=len(ticks) == 1)
     ]
     for shared, rows in _same_baseline(series, axis):
         torch_points = []
@@ -125,7 +125,7 @@ def _step_time(series: Series, axis: Axis) -> ReportChart:
             ]
             if ratios:
                 middle = Spread.of(ratios).value
-                torch_points.append(ChartPoint(x, middle, middle, middle))
+                torch_points.append(ChartPoint(x, middle))
         if torch_points:
             name = _named(f"{TORCH} (break-even)", shared)
             lines.append(ChartLine(name, DARK, torch_points, "8 4", has_marks=len(torch_points) == 1))
@@ -272,7 +272,7 @@ def _peaks(row: Sequence[CellResult], at: dict[Value, float], axis: Axis, varian
         if result.peak_bytes is not None:
             x = at[result.cell[axis.name]]
             megabytes[x] = max(megabytes.get(x, 0.0), result.peak_bytes[variant] / _MEGABYTE)
-    return [ChartPoint(x, peak, peak, peak) for x, peak in sorted(megabytes.items())]
+    return [ChartPoint(x, peak) for x, peak in sorted(megabytes.items())]
 
 
 def _same_baseline(series: Series, axis: Axis) -> Series:
@@ -313,7 +313,7 @@ def _carried(series: Series, axis: Axis) -> ReportChart:
         )
         for side, dash, value in rows:
             points = [
-                ChartPoint(at[result.cell[axis.name]], rate, rate, rate, result.is_core_bound)
+                ChartPoint(at[result.cell[axis.name]], rate, is_hollow=result.is_core_bound)
                 for result in row
                 if (rate := value(result) / _MEGABYTE)
             ]
@@ -355,14 +355,14 @@ def _timeline(result: CellResult, events: Sequence[dict[str, Any]]) -> ReportCha
         return None
     count = max(map(len, result.timeline))
     lines = [
-        ChartLine(NONE, GREY, [ChartPoint(x, 1.0, 1.0, 1.0) for x in (0.0, count - 1.0)], "2 4", has_marks=False),
+        ChartLine(NONE, GREY, [ChartPoint(x, 1.0) for x in (0.0, count - 1.0)], "2 4", has_marks=False),
     ]
     if result.torch_over_none is not None:
         ratio = result.torch_over_none.value
-        ends = [ChartPoint(x, ratio, ratio, ratio) for x in (0.0, count - 1.0)]
+        ends = [ChartPoint(x, ratio) for x in (0.0, count - 1.0)]
         lines.append(ChartLine(TORCH, DARK, ends, "8 4", has_marks=False))
     for color, (number, steps) in zip(_colors(), enumerate(result.timeline, start=1), strict=False):
-        points = [ChartPoint(float(x), y, y, y) for x, y in enumerate(steps)]
+        points = [ChartPoint(float(x), y) for x, y in enumerate(steps)]
         lines.append(ChartLine(f"{BACKHAUL}, repeat {number}", color, points))
     sentence, heading = loss_sentence(result, events), f"Single steps ({_cell_name(result)})"
     marks = [(float(event["at_step"]), f"worker {event['kill_worker']} is killed") for event in events]
