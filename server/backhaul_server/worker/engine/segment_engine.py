@@ -18,6 +18,7 @@ from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import last_moment
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
+from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState
@@ -70,14 +71,36 @@ class SegmentEngine:
         run_limit_s: float,
         overdue: Callable[[Job], None],
     ) -> None:
-        self.speculation = Speculator(store, schedule, self._carry_out, run_limit_s, overdue)
-        self.executor = self.speculation.executor
+        self.executor = Executor(self._next_job, overdue, run_limit_s)
+        self.speculation = Speculator(store, schedule, self._carry_out, self.executor)
         self.recomputed = 0
         self._run_limit_s = run_limit_s
         self._requests = 0
         self._store = store
         self._schedule = schedule
         self._sums: dict[str, GradientSums] = {}
+
+    async def close(self) -> None:
+        """Waits until the running job has ended, and drops the others."""
+        await self.executor.close()
+
+    def add(self, segment: Segment, need_bytes: int, source_bytes: int, *, is_expected: bool) -> None:
+        """Adds a segment that was saved.
+
+        Args:
+            segment: A segment that is attached to the store.
+            need_bytes: Upper bound of the bytes that its run takes, from its program.
+            source_bytes: Bytes of the tensors that no other segment names.
+            is_expected: Whether the trainer will request it, so that a replay is of use.
+        """
+        self.speculation.add(segment, need_bytes, source_bytes)
+        if is_expected:
+            self.speculation.schedule_replay(segment)
+
+    def reject(self, segment: Segment) -> None:
+        """Frees a predicted segment whose call was another one."""
+        self.speculation.misses += 1
+        self.release(segment)
 
     def confirm(
         self, segment: Segment, generator_states: Sequence[bytes], predecessors: Mapping[int, tuple[int, int]]
@@ -99,8 +122,10 @@ class SegmentEngine:
         self.speculation.schedule_replay(segment)
 
     def announced(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Notes which segments the trainer will request next, in order."""
+        """Schedules replays of the segments that the trainer will request next, in order. Ignores unknown segments."""
         self._schedule.announced(session.id, segment_ids)
+        for segment in filter(None, map(session.segments.get, segment_ids)):
+            self.speculation.schedule_replay(segment)
 
     def release(self, segment: Segment) -> None:
         """Frees a segment. A run that is in progress ends at its next op."""
@@ -129,9 +154,12 @@ class SegmentEngine:
         return sums
 
     @property
-    def has_sums(self) -> bool:
-        """Whether gradient sums exist that their trainer has not collected and would lose."""
-        return any(sums.are_awaited for sums in self._sums.values())
+    def is_busy(self) -> bool:
+        """Whether a job runs or waits, or gradient sums exist that their trainer has not collected and would lose."""
+        return len(self.executor) > 0 or any(sums.are_awaited for sums in self._sums.values())
+
+    def _next_job(self) -> Job | None:
+        return self.speculation.next_job()
 
     def request(
         self,

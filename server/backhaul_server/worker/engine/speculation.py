@@ -56,11 +56,9 @@ class Speculator:
         store: The worker's memory accounts.
         schedule: Decides which segment is worked on next.
         carry_out: Carries out the instructions of a segment's machine.
-        run_limit_s: Seconds that a run may take.
-        overdue: The callback of `Executor` for a job that cannot be stopped.
+        executor: The thread that runs all programs. It asks for speculative work when no request can begin.
 
     Attributes:
-        executor: The thread that runs all programs. It asks the speculator for work when no request can begin.
         segments: All segments of the worker that are not released.
         hits: Number of requests that a speculative backward answered.
         misses: Number of speculative backwards that ran on other inputs than the request's, and of mispredicted calls.
@@ -71,16 +69,15 @@ class Speculator:
         store: Store[StoredValue],
         schedule: Schedule,
         carry_out: Callable[[Segment, Sequence[Instruction]], None],
-        run_limit_s: float,
-        overdue: Callable[[Job], None],
+        executor: Executor,
     ) -> None:
-        self.executor = Executor(self._next_job, overdue, run_limit_s)
         self.segments: dict[ScheduleKey, Segment] = {}
         self.hits = 0
         self.misses = 0
         self._store = store
         self._schedule = schedule
         self._carry_out = carry_out
+        self._executor = executor
         self._by_kind: dict[Hashable, dict[ScheduleKey, Segment]] = {}
         self._footprints: OrderedDict[Hashable, Footprint] = OrderedDict()
 
@@ -120,7 +117,7 @@ class Speculator:
         if segment.machine.phase is Phase.SAVED:
             segment.queued_at_s = time()
             self._schedule.expected(segment.key)
-            self.executor.wake()
+            self._executor.wake()
 
     def drop_replay(self, segment: Segment) -> None:
         """Frees the replay that is ready, and the speculative backward that ran on it."""
@@ -240,7 +237,7 @@ class Speculator:
             member.job = job
         return job
 
-    def _next_job(self) -> Job | None:
+    def next_job(self) -> Job | None:
         """Returns the speculative job to run now, with its memory charged; None if there is none."""
         step = self._schedule.next(self._store.room_for_replays())
         if step is None:
@@ -254,7 +251,7 @@ class Speculator:
 
     def _must_yield(self) -> Callable[[], bool]:
         """Returns a function that says whether a run that begins now must end because a request waits (Rule 4)."""
-        executor, until_s = self.executor, monotonic() + LIMIT_S
+        executor, until_s = self._executor, monotonic() + LIMIT_S
         return lambda: executor.has_waiting and monotonic() > until_s
 
     def _ended(self, segment: Segment, held_bytes: int | None, *, is_done: bool = False) -> None:

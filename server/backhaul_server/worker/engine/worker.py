@@ -121,7 +121,7 @@ class Worker:
         for session in self.sessions.values():
             for segment in session.segments.values():
                 segment.bounds.set(DrainingError("this worker has ended"))
-        await self.engine.executor.close()
+        await self.engine.close()
         await self.device_waits.close()
         for session_id in list(self.sessions):
             self.close_session(session_id)
@@ -331,8 +331,7 @@ class Worker:
         all_addresses = (program_address, *addresses)
         # Replays of the predicted segment made no sketches, so a confirmation cannot ask for them.
         if present is not None and (present.addresses != all_addresses or wants_sketches):
-            self.engine.speculation.misses += 1
-            self.engine.release(present)
+            self.engine.reject(present)
             present = None
         origins = (
             {} if present is not None or is_predicted else self._origins(session, predecessors, derived, addresses)
@@ -372,9 +371,8 @@ class Worker:
         session.segments[segment_id] = segment
         session.named_sources += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
-        self.engine.speculation.add(segment, need, added)
-        if not is_predicted or program_address not in session.unpredictable:
-            self.engine.speculation.schedule_replay(segment)
+        is_expected = not is_predicted or program_address not in session.unpredictable
+        self.engine.add(segment, need, added, is_expected=is_expected)
         return False, []
 
     def _sources(
@@ -472,8 +470,6 @@ class Worker:
     def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Schedules replays of the segments that the trainer will request next, in order. Ignores unknown segments."""
         self.engine.announced(session, segment_ids)
-        for segment in filter(None, map(session.segments.get, segment_ids)):
-            self.engine.speculation.schedule_replay(segment)
 
     def release(self, session: SessionState, segment_ids: Sequence[int], number: int = 0) -> None:
         """Frees segments. Ignores unknown segments.
@@ -514,7 +510,7 @@ class Worker:
     def is_busy(self) -> bool:
         """Whether a job runs or waits, an answer is being sent, or gradient sums wait to be collected."""
         is_answering = any(session.answers for session in self.sessions.values())
-        return len(self.engine.executor) > 0 or self.engine.has_sums or is_answering
+        return self.engine.is_busy or is_answering
 
     def _check_draining(self) -> None:
         if self.draining:
