@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
+from backhaul._backward.local_recompute import outputs_here
 from backhaul._config import LOCALS, Local
+from backhaul._worker_client.upload.segment_sender import SegmentSender
 from conftest import QUIET_S
 from integration.test_accelerators import WIDTH, blocks, build, forward, fused, twice
 from support.bits import Checkpoint, differing, plainly, train
+from support.calls import sines
 from support.processes import WorkerProcess
 
 
@@ -123,3 +126,32 @@ def test_a_backward_inside_of_a_segment(gpu_worker: WorkerProcess, returns: str)
             differing(train(partial(session.checkpoint, returns=returns), layer, slope), train(plainly, layer, slope))
             == []
         )
+
+
+@pytest.mark.parametrize("durability", ["none", "lineage"])
+def test_a_copy_that_waits_to_be_sent_is_not_computed_again(
+    gpu_worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, durability: str
+) -> None:
+    """The trainer has dropped it, and does not know the address of its contents, which is still on the GPU."""
+    recomputed, may_send, send = list[str](), threading.Event(), SegmentSender.send
+
+    def send_late(sender: SegmentSender, save: Any) -> None:
+        may_send.wait()
+        send(sender, save)
+
+    def noted(name: str, *args: Any) -> Any:
+        recomputed.append(name)
+        return outputs_here(name, *args)
+
+    monkeypatch.setattr(SegmentSender, "send", send_late)
+    monkeypatch.setattr("backhaul._backward.lineage.outputs_here", noted)
+    x = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
+    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+        checkpoint = partial(session.checkpoint, returns="gradients", durability=durability)
+        try:
+            y = checkpoint(sines, checkpoint(sines, x))
+            (ours,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        finally:
+            may_send.set()
+    assert torch.equal(ours, torch.autograd.grad(sines(sines(x)).sum(), x)[0])
+    assert recomputed == []

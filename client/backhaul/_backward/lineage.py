@@ -122,13 +122,13 @@ class Lineage:
         """Drops copies once an uploader has the segment: those with a recipe, or all under durability "none"."""
         for index, source in enumerate(self.recording.sources):
             if source.is_copy and (index in self.recipes or self.durability == "none"):
-                source.kept_value = None
+                source.release()
 
     def take_back(self) -> None:
         """Keeps sources again that were not sent yet. Call it when the worker is lost."""
         for index in self.recipes:
             source = self.recording.sources[index]
-            source.kept_value = source.kept_value if source.kept_value is not None else self.copies.find(source.address)
+            source.kept_value = source.kept_value if source.kept_value is not None else source.released()
 
     def values(self) -> list[Tensor]:
         """Returns the values of the sources at forward, on their devices. They must not be written to.
@@ -287,6 +287,9 @@ class _Walk:
 
 def _find(source: RecordedSource, lineage: Lineage) -> Tensor | None:
     """Returns the value of a source from anywhere it is still kept (Rule 5); None if nowhere."""
+    # A copy that waits to be sent is on no worker yet, and `copies` does not know its address if that is on a device.
+    if (waiting := source.released()) is not None:
+        return waiting
     held = lineage.copies.find(source.address)
     if held is None:
         held = lineage.copies.fetch(source.address)

@@ -1,5 +1,6 @@
 """The result of recording a call: its sources, and the digests of the tensors that autograd saved."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ class RecordedSource:
         is_written: Whether an op of the call writes to the source.
         written: The caller's own tensor if it is captured and written to, else None.
         is_given: Whether the source is not a tensor of the caller but a recorded choice of the call.
+        released: Returns the copy that `release` dropped, as long as an upload or another segment keeps it; else None.
     """
 
     layout: Layout
@@ -46,6 +48,12 @@ class RecordedSource:
     is_written: bool = False
     written: Tensor | None = None
     is_given: bool = False
+    released: Callable[[], Tensor | None] = lambda: None
+
+    def release(self) -> None:
+        """Drops the copy. It can be had again from `released`, whose contents are those of forward."""
+        if self.kept_value is not None:
+            self.kept_value, self.released = None, weakref.ref(self.kept_value)
 
     @property
     def address(self) -> bytes:
