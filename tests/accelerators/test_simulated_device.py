@@ -100,6 +100,22 @@ def test_a_missing_record_stream_shows(records: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
+def test_freed_memory_keeps_its_contents_until_its_stream_allocates(waits: bool) -> None:
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        x = torch.ones(1000, device="cuda")
+    torch.cuda.current_stream().wait_stream(side)
+    y = x * 2
+    del x
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.empty(3, device="cuda")
+    side.synchronize()
+    assert bool((y.cpu() == 2).all()) == waits
+
+
+@pytest.mark.parametrize("waits", [True, False])
 def test_reading_pinned_memory_too_early_shows(waits: bool) -> None:
     x, host = torch.ones(1000, device="cuda") * 5, torch.zeros(1000, pin_memory=True)
     host.copy_(x, non_blocking=True)

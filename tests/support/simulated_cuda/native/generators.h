@@ -3,7 +3,7 @@
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
+#include <ATen/EmptyTensor.h>
 
 #include "streams.h"
 
@@ -24,7 +24,7 @@ struct SimGenerator final : at::GeneratorImpl {
     std::memcpy(&seed_, state.data(), 8), std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    Tensor state = at::empty({16}, at::TensorOptions(at::kByte));
+    Tensor state = at::detail::empty_cpu({16}, at::TensorOptions(at::kByte));  // no transform or mode sees it, as with CUDA
     std::memcpy(state.mutable_data_ptr(), &seed_, 8);
     std::memcpy(static_cast<char*>(state.mutable_data_ptr()) + 8, &offset_, 8);
     return state.getIntrusivePtr();

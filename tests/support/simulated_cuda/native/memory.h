@@ -40,6 +40,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   } stats[kDevices];
   std::multimap<size_t, char*> spare[kDevices];       // given back by empty_cache
   std::map<Queue*, std::multimap<size_t, char*>> free;  // stream-ordered
+  std::map<Queue*, std::vector<std::pair<char*, size_t>>> intact;  // those of them that nothing has written to since
   std::vector<std::pair<Block*, std::vector<std::pair<Queue*, uint64_t>>>> pending;
 
   void reserve() {
@@ -65,9 +66,15 @@ struct SimAllocator final : c10::DeviceAllocator {
     return p;
   }
   void recycle(Block* b) {  // with m held
-    if (settings.poison && !stopped) b->home->push([p = shadow(b->ptr), n = b->size] { randomise(p, n); });
+    intact[b->home].emplace_back(b->ptr, b->size);
     free[b->home].emplace(b->size, b->ptr);
     delete b;
+  }
+  void poison_free(Queue* q) {  // with m held, before an allocation, which might be given any of it
+    auto blocks = std::exchange(intact[q], {});
+    if (!settings.poison || blocks.empty()) return;
+    for (auto& [p, n] : blocks) p = shadow(p);
+    q->push([blocks = std::move(blocks)] { for (auto [p, n] : blocks) randomise(p, n); });
   }
   void process_pending() {  // with m held
     for (size_t i = 0; i < pending.size();) {
@@ -89,6 +96,7 @@ struct SimAllocator final : c10::DeviceAllocator {
         std::lock_guard lock(m);
         reserve();
         process_pending();
+        poison_free(q);
         auto& s = stats[device];
         if ((p = take(free[q], size)) == nullptr && s.reserved + int64_t(size) <= settings.limit) {
           if ((p = take(spare[device], size)) == nullptr && used[device] + size + kPage <= kSpan) {
@@ -120,8 +128,9 @@ struct SimAllocator final : c10::DeviceAllocator {
       for (Queue* q : all_queues(d)) q->wait(q->last());
     std::lock_guard lock(m);
     process_pending();
+    intact.clear();
     for (auto& [q, blocks] : free) {
-      q->wait(q->last());  // the poison of what was just recycled
+      q->wait(q->last());  // work that was queued after the wait above, with memory that was freed since
       for (auto& [size, p] : blocks) spare[q->device].emplace(size, p), stats[q->device].reserved -= size;
       blocks.clear();
     }
