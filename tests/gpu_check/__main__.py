@@ -17,6 +17,7 @@ PARTS = {
     "undefined": 60,
     "digest": 60,
     "staging": 40,
+    "durations": 40,
     "gradients": 90,
     "attention": 90,
     "recurrent": 75,

@@ -38,6 +38,7 @@ def main(part: str) -> None:
         "undefined": attention.undefined,
         "digest": probes.digest,
         "staging": probes.staging,
+        "durations": probes.durations,
         "gradients": gradients.plain,
         "attention": attention.gradients,
         "recurrent": gradients.recurrent,

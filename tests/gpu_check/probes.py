@@ -1,4 +1,4 @@
-"""Parts of Backhaul by themselves, without a worker: settings, digests, copies between host and device."""
+"""Parts of Backhaul by themselves, without a worker: settings, digests, copies between host and device, durations."""
 
 import time
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from backhaul_runtime.program.codec import decode_state, encode_state
 from backhaul_runtime.tensors.digest import device_sums
+from backhaul_runtime.tensors.durations import wait_s
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import device_moments, host_pieces, to_device, wait_for
+from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.generators import default_generator
 from gpu_check.results import DEVICE, IS_REAL, ON_GPU, clocked, guarded, note, sized, synchronize
@@ -20,6 +22,7 @@ SHARE_OF_COPY = 0.6
 LARGEST_TEMPORARY = 1 << 20
 MOST_LAUNCHES = 2
 CHUNK = 1 << 20
+EVENT_RESOLUTION_S = 1e-6
 
 
 def settings() -> None:
@@ -154,3 +157,29 @@ def rate_of(function: object, size: int) -> float:
     function()
     synchronize()
     return round(size / (time.perf_counter() - began) / 1e9, 2)
+
+
+def durations() -> None:
+    """Durations by events: positive, and no longer than the host's time around a synchronisation before and after."""
+    if not ON_GPU:
+        note("skipped: only a device has durations by events")
+        return
+    side = sized(2048, 128)
+    a = torch.randn(side, side, device=DEVICE)
+    for where, stream in {
+        "the usual stream": torch.cuda.current_stream(),
+        "another stream": torch.cuda.Stream(),
+    }.items():
+        what = f"work on {where} takes some time, at most the host's"
+        with guarded(what), torch.cuda.stream(stream):
+            synchronize()
+            began_s = time.perf_counter()
+            stopwatch = Stopwatch(a.device)
+            for _ in range(20):
+                a = (a @ a).tanh()
+            duration = stopwatch.stop()
+            synchronize()
+            host_s = time.perf_counter() - began_s
+            device_s = wait_s(duration)
+            ok = 0 < device_s <= host_s + EVENT_RESOLUTION_S
+            note(what, ok, device_ms=round(device_s * 1e3, 3), host_ms=round(host_s * 1e3, 3))

@@ -29,9 +29,9 @@ def checked(command: list[str], out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_parts_of_it_run_on_a_cpu(tmp_path: Path) -> None:
-    rows = checked([*CHECK, "--device", "cpu", "--only", "settings,staging"], tmp_path)
-    assert {row["part"] for row in rows} == {"settings", "staging"}
-    assert (tmp_path / "summary.txt").read_text().endswith(" 0 failed, 1 figures\n")
+    rows = checked([*CHECK, "--device", "cpu", "--only", "settings,staging,durations"], tmp_path)
+    assert {row["part"] for row in rows} == {"settings", "staging", "durations"}
+    assert (tmp_path / "summary.txt").read_text().endswith(" 0 failed, 2 figures\n")
 
 
 @pytest.mark.slow
@@ -57,5 +57,5 @@ def test_it_runs_on_a_simulated_device(tmp_path: Path) -> None:
     if why := obstacle():
         pytest.skip(why)
     # The accelerators' tests have a run of their own there.
-    parts = "settings,undefined,digest,staging,gradients,attention,recurrent,blocks,waits,layer,rates,depth"
+    parts = "settings,undefined,digest,staging,durations,gradients,attention,recurrent,blocks,waits,layer,rates,depth"
     checked([*SIMULATED, *CHECK, "--device", "cuda", "--only", parts], tmp_path)
