@@ -11,12 +11,13 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from backhaul import Decision, Session
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, same, seed
+from support.devices import DEVICE
 
 Case = Callable[[Checkpoint, nn.Linear, Tensor], Tensor]
 
 
 def autocast(**options: Any) -> torch.autocast:
-    return torch.autocast("cpu", **{"dtype": torch.bfloat16, **options})
+    return torch.autocast(DEVICE, **{"dtype": torch.bfloat16, **options})
 
 
 def a_loop_of_tied_layers(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:

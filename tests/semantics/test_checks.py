@@ -18,6 +18,8 @@ from backhaul._torch_api.call_options import DETERMINISM_CHECKS
 from backhaul_runtime.replay.replay import Replay
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint
+from support.devices import DEVICE, NO_SPARSE, on_the_host
+from support.unseen import replace_unseen
 
 SIN, MM = torch.ops.aten.sin.default, torch.ops.aten.mm.default
 Step = Callable[[Tensor], Tensor]
@@ -26,7 +28,7 @@ Step = Callable[[Tensor], Tensor]
 def unseen(x: Tensor) -> Tensor:
     """Writes what no program tells: its recomputation gives other values."""
     y = x.sin()
-    y.detach().numpy()[...] = 5
+    replace_unseen(y, 0, 5)
     return y.exp().sin()
 
 
@@ -220,7 +222,7 @@ def test_offloaded_tensors_are_copies_of_their_own(session: Session) -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = session.checkpoint(products, x, w, context_fn=selective(policy))
-    kept = [tensor for tensor in packed if any(torch.equal(tensor, output) for output in outputs)]
+    kept = [tensor for tensor in packed if any(torch.equal(tensor.cpu(), output.cpu()) for output in outputs)]
     assert len(kept) == 2
     assert not {tensor.data_ptr() for tensor in kept} & {output.data_ptr() for output in outputs}
     y.sum().backward()
@@ -287,6 +289,7 @@ def test_a_policy_may_keep_everything(policy: CheckpointPolicy, checkpoint: Chec
     same(case, checkpoint)
 
 
+@on_the_host(NO_SPARSE)
 def test_a_policy_keeps_no_sparse_tensors(checkpoint: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         matrix, (x, w) = torch.eye(WEIGHTS).to_sparse(), operands()
@@ -333,7 +336,7 @@ def test_what_a_policy_must_save_does_not_run_again_on_the_trainer(custom: bool,
 def with_a_cast_from_before(checkpoint: Checkpoint) -> list[Tensor | None]:
     """Forward takes it from autocast's cache, a recomputation makes it."""
     (x, w), policy = operands(), selective([torch.ops.aten._to_copy.default])
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
         before = x.detach() @ w
         y = checkpoint(lambda x: (x @ w).float().sin(), x * 2, context_fn=policy)
     (before.float() + y).sum().backward()

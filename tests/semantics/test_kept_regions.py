@@ -13,6 +13,8 @@ from backhaul import CheckpointError, Decision, Session
 from backhaul._torch_api.kept_regions import kept_region
 from support.bits import differing
 from support.calls import TimesOne, one
+from support.devices import DEVICE
+from support.unseen import replace_unseen
 
 WIDTH = 32
 Region = Callable[[], AbstractContextManager[Any]]
@@ -81,7 +83,7 @@ def attention(region: Region, x: Tensor, w: Tensor) -> Tensor:
 
 
 def under_autocast(region: Region, x: Tensor, w: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = x @ w
         with region():
             z = (y @ w).softmax(-1)
@@ -200,7 +202,7 @@ def test_a_kept_tensor_that_changed_unseen_is_an_error(session: Session) -> None
         return (y @ w).sin()
 
     loss = session.checkpoint(body, x).sum()
-    seen.pop().numpy()[...] = 5
+    replace_unseen(seen.pop(), 0, 5)
     with pytest.raises(CheckpointError, match="was kept on the trainer and was changed"):
         loss.backward()
     assert x.grad is None

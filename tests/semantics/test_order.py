@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from backhaul import Session
 from support.bits import Checkpoint
 from support.calls import WIDTH, same
+from support.devices import DEVICE
 
 Step = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
 
@@ -65,7 +66,7 @@ def test_noise_that_hooks_draw_is_that_of_no_checkpointing(step: Step, autocast:
         for number, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda parameter, number=number: hook(number, parameter))
         x = torch.randn(2, 3, WIDTH, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        with torch.autocast(DEVICE, torch.bfloat16) if autocast else nullcontext():
             out = step(checkpoint, layers, x * 1)
         torch.manual_seed(3)
         out.float().square().sum().backward()

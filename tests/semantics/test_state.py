@@ -14,6 +14,7 @@ from backhaul import Session
 from conftest import settle
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, inputs, same
+from support.devices import DEVICE
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -70,9 +71,9 @@ AUTOCASTS = {
 def test_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
         linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        with torch.autocast("cpu", **settings):
+        with torch.autocast(DEVICE, **settings):
             y = checkpoint(lambda h: (linear(h) + linear(h)).sin(), h)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not settings.get("enabled", True)):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=not settings.get("enabled", True)):
             y.sum().backward()
         return [x.grad, linear.weight.grad]
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from support.bits import Checkpoint, seed_generators
+from support.devices import DEVICE
 from support.functions import (
     Casting,
     Dequantized,
@@ -85,14 +86,14 @@ def _subclass(h: Tensor, w: Tensor) -> Tensor:
 
 
 def _autocast(h: Tensor, w: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         square = w.outer(w)
         return (Hidden.apply(h.unsqueeze(0) @ square, square.bfloat16()) @ square).float()
 
 
 def _region_inside(h: Tensor, w: Tensor) -> Tensor:
     first = Casting.apply(h.sin(), w)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         second = h @ w  # with a cast of its own, as that of the function is gone
     return (first * second.float()).unsqueeze(-1) * h
 

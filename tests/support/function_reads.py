@@ -21,8 +21,8 @@ ARRAYS = {"slopes": np.array([0.5])}
 LOCAL = threading.local()
 LOCAL.slope = 0.5
 OBJECTS = np.array([0.5, None], dtype=object)
-SPARSE = {"slopes": torch.tensor([0.5]).to_sparse()}
-BASE = torch.full((8,), 0.5)
+SPARSE = {"slopes": torch.tensor([0.5], device="cpu").to_sparse()}
+BASE = torch.full((8,), 0.5, device="cpu")
 PART, WHOLE = BASE[:2], {"slopes": BASE}
 KEPT = {"slopes": torch.full((1,), 0.5)}
 
@@ -145,7 +145,7 @@ ByAlias = _reading("ByAlias", inner)
 ByText = _reading("ByText", lambda g: g * globals()["SLOPE"])
 ByLocal = _reading("ByLocal", lambda g: g * LOCAL.slope)
 ByObjects = _reading("ByObjects", lambda g: g * OBJECTS[0])
-BySparseInDict = _reading("BySparseInDict", lambda g: g * SPARSE["slopes"].to_dense())
+BySparseInDict = _reading("BySparseInDict", lambda g: g * SPARSE["slopes"].to_dense().to(g.device))
 BeyondPart = _reading("BeyondPart", lambda g: g * PART[0] * WHOLE["slopes"][4])
 
 

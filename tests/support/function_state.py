@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from support import function_settings
+from support.unseen import replace_unseen
 
 
 class Doubling(torch.autograd.Function):
@@ -157,7 +158,10 @@ def _then_increased(kept: Any) -> float:
     while isinstance(kept[0], list):
         kept = kept[0]
     number = float(kept[0])
-    (kept.numpy() if isinstance(kept, Tensor) else kept)[0] += 1
+    if isinstance(kept, Tensor):
+        replace_unseen(kept[:1], 1, 1)
+    else:
+        kept[0] += 1
     return number
 
 
@@ -347,7 +351,7 @@ class ByNested(Doubling):
 
 SLOPES = torch.tensor([0.5, 2.0])
 PAIR = (torch.tensor([0.5]), "a name")
-SPARSE = torch.eye(2).to_sparse()
+SPARSE = torch.eye(2, device="cpu").to_sparse()
 
 
 class Constants:
@@ -418,7 +422,7 @@ class BySparse(Doubling):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * SPARSE.to_dense()[0, 0]
+        return gradients[0] * SPARSE.to_dense()[0, 0].to(gradients[0].device)
 
 
 class CountingForward(torch.autograd.Function):

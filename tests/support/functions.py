@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from backhaul import register_adapter
+from support.devices import DEVICE
+from support.unseen import replace_unseen
 
 SLOPE = 0.5
 """Read by a backward only."""
@@ -285,7 +287,7 @@ shifted.register_autograd(_backward, setup_context=_setup)
 COUNT = itertools.count()
 """Counts what no digest sees."""
 
-TOTAL = torch.zeros(())
+TOTAL = torch.zeros((), device="cpu")
 """Written to by a function that does not get it as an argument."""
 
 
@@ -344,7 +346,7 @@ class Casting(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             return (x @ weight).float()
 
     @staticmethod
@@ -370,7 +372,7 @@ class Accumulating(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        TOTAL.add_(x.sum())
+        TOTAL.add_(x.sum().cpu())
         return x * 2
 
     @staticmethod
@@ -444,7 +446,7 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         loss = x.square().sum(-1)
-        x.detach().numpy()[:] *= 2
+        replace_unseen(x, 2)
         ctx.save_for_backward(x)
         return loss
 

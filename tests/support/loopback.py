@@ -50,7 +50,7 @@ class LoopbackSegment:
     def _run(self, perform: Any) -> RunResult:
         if self.remote.is_lost:
             raise WorkerLostError("gone", status="LOST")
-        with isolated([]), torch.enable_grad():
+        with isolated([torch.empty(0, device=DEVICE).device]), torch.enable_grad():
             return perform(self.work, None)
 
     def backward(
