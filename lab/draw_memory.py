@@ -10,10 +10,10 @@ import torch
 import backhaul
 from backhaul.demo.corpus import standard_library
 from backhaul.demo.peak_memory import live_bytes
-from backhaul.demo.variants import Settings, Variant, variants
+from backhaul.demo.variants import DemoSettings, Variant, variants
 from backhaul_lab.harness.chart import ChartLine, ChartPoint, LineChart, draw
 
-SETTINGS = Settings(layers=12, batch=4, micro_batches=1)
+SETTINGS = DemoSettings(layers=12, batch=4, micro_batches=1)
 POINTS = 240
 OUT = Path(__file__).parents[1] / "docs" / "memory.svg"
 COLORS = ("#8c8c8c", "#2f6fb0", "#e0a030", "#c2410c")

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,6 +48,14 @@ QUIET_S = 240.0
 
 A test that hangs is ended by pytest's timeout, which is longer.
 """
+
+
+def quiet(**settings: Any) -> backhaul.Settings:
+    """Settings with this patience."""
+    return backhaul.Settings(silence_s=QUIET_S, **settings)
+
+
+QUIET = quiet()
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +101,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""
     noted = tmp_path_factory.mktemp("audit") / "events"
     with WorkerProcess("--memory", "2GiB", environment={"AUDIT_FILE": str(noted)}, program=AUDITED) as process:
-        with backhaul.connect(process.address, silence_s=QUIET_S) as session:
+        with backhaul.connect(process.address, settings=QUIET) as session:
             for returns in ("gradients", "activations"):
                 x = torch.randn(3, requires_grad=True)
                 session.checkpoint(torch.sin, x, returns=returns).sum().backward()
@@ -123,7 +131,7 @@ def equal_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
 def session(worker: WorkerProcess) -> Iterator[Session]:
     """A session on the shared worker. Whatever a test does with it, nothing stays on the worker, nor of its threads."""
     threads, files = threading.active_count(), open_files()
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         gc.freeze()  # what was there before, all of torch, need not be looked through again after each test
         yield session
         gc.collect()

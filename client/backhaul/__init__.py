@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
     from backhaul._api import checkpoint, checkpoint_sequential, connect, current_session, patched, wrap
     from backhaul._backward.value_check import CheckpointError
+    from backhaul._config import Settings
     from backhaul._observe.report import Decision, Report, SegmentReport
     from backhaul._observe.warnings import NotRemoteWarning
     from backhaul._session import Session
@@ -88,6 +89,7 @@ __all__ = [
     "SessionClosedError",
     "SessionUnknownError",
     "SettingError",
+    "Settings",
     "StaleTensorError",
     "TensorsMissingError",
     "TransferError",
@@ -122,6 +124,7 @@ _HOMES = {
     "SegmentReport": "backhaul._observe.report",
     "SelectiveCheckpointContext": _TORCHS,
     "Session": "backhaul._session",
+    "Settings": "backhaul._config",
     "checkpoint": "backhaul._api",
     "checkpoint_sequential": "backhaul._api",
     "connect": "backhaul._api",

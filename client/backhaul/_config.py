@@ -1,128 +1,107 @@
-"""The settings of a session: argument over environment over plan over default. Does not import torch."""
+"""The settings of a session: argument over Settings over environment over plan over default. Does not import torch.
 
-import math
-import re
-from collections.abc import Callable, Iterable
+Each setting is declared once: in `Settings` if it is rare, in `Config` if it is an argument of connect(). `make docs`
+copies the arguments into the signature and the docstring of connect(), and writes docs/configuration.md.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
+from difflib import get_close_matches
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from backhaul._plan_file import read_plan
+from backhaul._setting import (
+    Default,
+    at_most,
+    checked,
+    has_opentelemetry,
+    names_device,
+    names_of_code,
+    no_longer_than,
+    not_negative,
+    parsed,
+    positive,
+    setting,
+    texts,
+)
 from backhaul_runtime.errors import SettingError
-from backhaul_runtime.process.settings import boolean, in_environment, items, names_code, variable_of
+from backhaul_runtime.process.settings import in_environment, variable_of
 from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
 from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 
 Returns = Literal["auto", "gradients", "activations"]
-RETURNS: tuple[str, ...] = ("auto", "gradients", "activations")
+RETURNS: tuple[Returns, ...] = get_args(Returns)
 Durability = Literal["lineage", "host", "none"]
-DURABILITIES: tuple[str, ...] = ("lineage", "host", "none")
+DURABILITIES: tuple[Durability, ...] = get_args(Durability)
 Boundaries = Literal["auto", "send", "derive"]
-BOUNDARIES: tuple[str, ...] = ("auto", "send", "derive")
 Numerics = Literal["auto", "exact"]
-NUMERICS: tuple[str, ...] = ("auto", "exact")
 Compressed = Literal["auto", "on", "off"]
-COMPRESSED: tuple[str, ...] = ("auto", "on", "off")
 Local = Literal["recompute", "keep"]
-LOCALS: tuple[Local, ...] = ("recompute", "keep")
+LOCALS: tuple[Local, ...] = get_args(Local)
 """What the trainer does with its share of the segments of an accumulation block."""
-_CHOICES = {
-    "returns": RETURNS,
-    "durability": DURABILITIES,
-    "boundaries": BOUNDARIES,
-    "numerics": NUMERICS,
-    "compression": COMPRESSED,
-    "local": LOCALS,
-}
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-_LISTS = frozenset({"tags", "allow"})
 SECRETS = frozenset({"token_file"})
 """Settings that reports must not show."""
 DESCRIPTIVE = frozenset({"run", "tags", "notes"})
 """Settings that describe the run and change nothing of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
-    """The settings of a session.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a session that few programs set, for `connect(settings=...)`.
 
-    The environment can set each field, see NOTE [Names] in backhaul_runtime.process.settings.
+    A field that is not given has the value that the environment or the plan sets, and else its default: see
+    docs/configuration.md. `repr` shows the fields that were given. `dataclasses.replace` gives all of them.
+
+    Raises:
+        SettingError: A field has an invalid value. Names the field, the value and what is allowed.
     """
 
-    worker: str = ""
-    """Addresses of workers, separated by commas; empty starts a worker on this machine. "file:/path" stands for the
-    addresses in a file, "dns:///name:port" for all addresses of a name; both are looked at once a second."""
+    _given: ClassVar[frozenset[str]] = frozenset()
 
-    token_file: str = ""
-    """File with the token of the workers, or one file for each address, separated by commas. A worker that connect()
-    starts needs no token."""
-
-    tls: str = ""
-    """Directory with `tls.crt`, `tls.key` and `ca.crt`, to speak TLS with workers; empty to speak without it.
-    `backhaul certificates` makes them."""
-
-    plan: str = ""
-    """File that `backhaul plan` has written. Its settings count where neither the program nor the environment sets
-    them."""
-
-    segment_layers: int = 1
+    segment_layers: int = setting(1, positive)
     """Number of consecutive modules that `wrap` joins into one segment, if each takes what the one before returns."""
 
-    kept_layers: int = 0
+    kept_layers: int = setting(0, not_negative)
     """Number of the last modules that `wrap` leaves as they are, without checkpointing. They take memory and time on
     the trainer, and no worker."""
 
-    returns: Returns = "auto"
-    """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
-
-    strict: bool = False
-    """Raise NotRemoteError instead of recomputing a segment on the trainer."""
-
-    durability: Durability = "lineage"
-    """What the trainer keeps in case a worker dies. "lineage" keeps what it cannot compute again from earlier segments,
-    "host" keeps a copy of each segment's inputs, and "none" keeps nothing: a lost segment raises SegmentLostError."""
-
-    boundaries: Boundaries = "auto"
+    boundaries: Boundaries = setting("auto")
     """How a worker gets the boundary between two of its segments. "send": from the trainer. "derive": it computes the
     boundary from the segment before, and the trainer sends only the digest. "auto": it derives boundaries in
     accumulation blocks if sending one takes longer than the segment's forward."""
 
-    numerics: Numerics = "auto"
-    """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
-    random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
-
-    compression: Compressed = "auto"
+    compression: Compressed = setting("auto")
     """Whether a parameter that changed is sent as the compressed difference from its previous version. "auto": if the
     worker is reached over a link that is slow enough for that to save time. "on": always. "off": never."""
 
-    compression_bytes: int = 2 << 30
+    compression_bytes: int = setting(2 << 30, not_negative)
     """Bytes of copies of previous versions that the trainer may keep for `compression`. Parameters without a copy are
     sent whole."""
 
-    connect_timeout_s: float = 30.0
+    connect_timeout_s: float = setting(30.0, positive)
     """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""
 
-    silence_s: float = 2.0
+    silence_s: float = setting(2.0, positive)
     """Seconds without progress or bytes from a worker after which its segments run on the trainer."""
 
-    inflight_bytes: int = 64 << 20
+    inflight_bytes: int = setting(64 << 20, positive)
     """Bytes of copies that may wait to be sent, of arguments and of parameters that FSDP frees. Two segments may always
     wait, whatever their bytes: one is sent while the next one is computed.
 
     Forward blocks beyond it.
     """
 
-    inflight_boundaries: int = 4
+    inflight_boundaries: int = setting(4, positive)
     """Number of segments whose arguments may wait to be sent. Forward blocks beyond it."""
 
-    inflight_micro_batches: int = 0
+    inflight_micro_batches: int = setting(0, not_negative)
     """Micro-batches of an accumulation block whose backward may be unfinished; 0 for three more than there are workers.
 
     `backward` waits beyond it.
     """
 
-    deferred_bytes: int = 0
+    deferred_bytes: int = setting(0, not_negative)
     """Bytes that unfinished micro-batches of an accumulation block may hold on the trainer; 0 for any number. Inputs
     that it keeps in case a worker is lost count, gradients that workers start from, and activations kept with
     `local="keep"`.
@@ -130,144 +109,142 @@ class Config:
     `backward` waits beyond it.
     """
 
-    local: Local = "recompute"
+    local: Local = setting("recompute")
     """What the trainer does with its share of an accumulation block: "recompute" its segments, or "keep" their
     activations, which takes memory and saves time. `accumulate(local=...)` overrides it."""
 
-    held_bytes: int = 0
+    held_bytes: int = setting(0, not_negative)
     """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
 
-    shared_memory: bool = True
+    shared_memory: bool = setting(True)
     """Exchange large tensors with workers on this machine through shared memory, if they offer it."""
 
-    unix_socket: bool = True
+    unix_socket: bool = setting(True)
     """Reach a worker on this machine over the Unix socket that it offers, even if `worker` is a TCP address."""
 
-    connections: int = 0
+    connections: int = setting(0, at_most(MAX_CONNECTIONS))
     """Connections to each worker, at most 8, over which large tensors are striped. 0 opens more as long as that sends
     faster; a worker on this machine gets one, except for tensors on a GPU. See docs/links.md."""
 
-    memory_bytes: int = 0
+    memory_bytes: int = setting(0, not_negative)
     """Memory budget in bytes of a worker that connect() starts; 0 for half of its device's memory, divided by the
     number of ranks that share the device under torchrun."""
 
-    device: str = ""
-    """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then
-    the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if that was another."""
-
-    allow: tuple[str, ...] = ()
-    """What a worker that connect() starts runs beside torch's own ops: names of installed packages or modules, or of
-    single classes as "module:name". Other workers have their operators' lists. See docs/allow.md."""
-
-    telemetry: bool = True
+    telemetry: bool = setting(True)
     """Report steps and segments to workers, for dashboards."""
 
-    run: str = ""
-    """What people call the run on dashboards, at most 100 characters."""
-
-    tags: tuple[str, ...] = ()
+    tags: Sequence[str] = setting((), texts(MAX_TAGS, MAX_TAG))
     """Tags by which dashboards find the run, at most 16 of at most 40 characters."""
 
-    notes: str = ""
+    notes: str = setting("", no_longer_than(MAX_NOTES))
     """Notes on the run for dashboards, at most 2,000 characters."""
 
-    traces: bool = False
+    traces: bool = setting(False, has_opentelemetry)
     """Create OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
     `pip install 'backhaul[otel]'`."""
 
+    def __post_init__(self) -> None:
+        given = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Default):
+                value = value.value
+            else:
+                given.append(field.name)
+            object.__setattr__(self, field.name, checked(field, value))
+        object.__setattr__(self, "_given", frozenset(given))
 
-def resolve(**given: Any) -> Config:
-    """Resolves the settings from arguments (None: not given), the environment, the plan and the defaults.
+    def given(self) -> dict[str, Any]:
+        """Returns the fields that were given, in the order of their declaration."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name in self._given}
+
+    def __repr__(self) -> str:
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """All settings of a session, resolved: those of `Settings` and the arguments of connect()."""
+
+    worker: str = setting("")
+    """Addresses of workers as "host:port" or "unix:/path", separated by commas; each worker gets a contiguous run of
+    segments. Empty starts a worker on this machine that ends with the session. "file:/path" stands for the addresses in
+    a file, "dns:///name:port" for all addresses of a name; both are looked at once a second."""
+
+    token_file: str = setting("")
+    """File with the token of the workers, or one file for each address, separated by commas. A worker that connect()
+    starts needs no token."""
+
+    tls: str = setting("")
+    """Directory with `tls.crt`, `tls.key` and `ca.crt`, to speak TLS with workers; empty to speak without it.
+    `backhaul certificates` makes them."""
+
+    plan: str | PathLike[str] = setting("")
+    """File that `backhaul plan` has written. Its settings count where neither the program nor the environment sets
+    them."""
+
+    returns: Returns = setting("auto")
+    """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
+
+    strict: bool = setting(False)
+    """Raise NotRemoteError instead of recomputing a segment on the trainer."""
+
+    durability: Durability = setting("lineage")
+    """What the trainer keeps in case a worker dies. "lineage" keeps what it cannot compute again from earlier segments,
+    "host" keeps a copy of each segment's inputs, and "none" keeps nothing: a lost segment raises SegmentLostError."""
+
+    numerics: Numerics = setting("auto")
+    """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
+    random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
+
+    device: str = setting("", names_device)
+    """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then
+    the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if that was another."""
+
+    allow: Sequence[str] = setting((), names_of_code)
+    """What a worker that connect() starts runs beside torch's own ops: names of installed packages or modules, or of
+    single classes as "module:name". Other workers have their operators' lists. See docs/allow.md."""
+
+    run: str = setting("", no_longer_than(MAX_RUN_NAME))
+    """What people call the run on dashboards, such as "lora-32k"; at most 100 characters."""
+
+
+RARE = frozenset(field.name for field in fields(Settings))
+"""The settings that are fields of `Settings`."""
+ARGUMENTS = tuple(field.name for field in fields(Config) if field.name not in RARE)
+"""The settings that are arguments of connect()."""
+
+
+def resolve(settings: Settings | None = None, **arguments: Any) -> Config:
+    """Resolves the settings from arguments (None: not given), `Settings`, the environment, the plan and the defaults.
 
     Raises:
         SettingError: A setting has an invalid value. Names the setting, the value and what is allowed.
     """
-    values: dict[str, Any] = {}
-    for field in fields(Config):
-        if given.get(field.name) is not None:
-            values[field.name] = _as_tuple(given[field.name]) if field.name in _LISTS else given[field.name]
-        elif (text := in_environment(variable_of(field.name))) is not None:
-            values[field.name] = _parse(field.name, type(field.default), text)
-    if isinstance(values.get("plan"), PathLike):
-        values["plan"] = str(values["plan"])
-    if isinstance(plan := values.get("plan"), str) and plan:
-        values = read_plan(plan) | values
-    config = Config(**values)
-    _check(config)
-    return config
-
-
-def _check(config: Config) -> None:
-    """Raises SettingError for a value that is not allowed."""
-    for field in fields(Config):
-        value, kinds = getattr(config, field.name), (int, float) if field.type is float else (type(field.default),)
-        if not isinstance(value, kinds):
-            raise SettingError(f"{field.name}={value!r} must be of type {kinds[-1].__name__}")
-    for name, choices in _CHOICES.items():
-        if (value := getattr(config, name)) not in choices:
-            raise SettingError(f"{name}={value!r} is not one of {', '.join(map(repr, choices))}")
-    for name in ("connect_timeout_s", "silence_s", "inflight_bytes", "inflight_boundaries", "segment_layers"):
-        if not 0 < getattr(config, name) < math.inf:
-            raise SettingError(f"{name}={getattr(config, name)!r} must be finite and greater than 0")
-    counts = (
-        "kept_layers",
-        "memory_bytes",
-        "held_bytes",
-        "deferred_bytes",
-        "inflight_micro_batches",
-        "compression_bytes",
-        "connections",
-    )
-    for name in counts:
-        if getattr(config, name) < 0:
-            raise SettingError(f"{name}={getattr(config, name)!r} must not be negative")
-    if config.device and not _DEVICE.fullmatch(config.device):
-        raise SettingError(f'device={config.device!r} is not "cpu", "cuda" or "cuda:N"')
-    for name in config.allow:
-        if not names_code(name):
-            raise SettingError(f'allow has {name!r}: write the name of a package, module or class as "module:name"')
-    _check_connections(config.connections)
-    _check_description(config)
-    if config.traces and not _has_opentelemetry():
-        raise SettingError("traces=True needs OpenTelemetry's API: pip install 'backhaul[otel]'")
-
-
-def _check_connections(connections: int) -> None:
-    if connections > MAX_CONNECTIONS:
-        raise SettingError(f"connections={connections} must be at most {MAX_CONNECTIONS}")
-
-
-def _check_description(config: Config) -> None:
-    for name, most in (("run", MAX_RUN_NAME), ("notes", MAX_NOTES)):
-        if (length := len(getattr(config, name))) > most:
-            raise SettingError(f"{name} has {length} characters, and may have {most}")
-    if len(config.tags) > MAX_TAGS:
-        raise SettingError(f"{len(config.tags)} tags are given, and a run may have {MAX_TAGS}")
-    for tag in config.tags:
-        if not isinstance(tag, str) or not 0 < len(tag) <= MAX_TAG:
-            raise SettingError(f"tags has {tag!r}, which must be a text of 1 to {MAX_TAG} characters")
-
-
-def _as_tuple(tags: Any) -> Any:
-    """Returns tags as a tuple. A single text is split at commas, as in the environment."""
-    if isinstance(tags, str):
-        return tuple(items(tags))
-    return tuple(tags) if isinstance(tags, Iterable) else tags
-
-
-def _parse(name: str, kind: Callable[[str], Any], text: str) -> Any:
-    try:
-        if kind is tuple:
-            return tuple(items(text))
-        return boolean(text) if kind is bool else kind(text)
-    except ValueError:
+    if settings is not None and not isinstance(settings, Settings):
         raise SettingError(
-            f"{variable_of(name)}={text!r} is not a valid {getattr(kind, '__name__', 'value')}"
-        ) from None
+            f"settings={settings!r} must be a backhaul.Settings, such as backhaul.Settings(silence_s=60)"
+        )
+    values = {} if settings is None else settings.given()
+    values |= {name: value for name, value in arguments.items() if value is not None}
+    for field in fields(Config):
+        if field.name not in values and (text := in_environment(variable_of(field.name))) is not None:
+            values[field.name] = parsed(field, text)
+    if plan := Config(**values).plan:
+        values = read_plan(str(plan)) | values
+    return Config(**values)
 
 
-def _has_opentelemetry() -> bool:
-    try:
-        return find_spec("opentelemetry.trace") is not None
-    except ModuleNotFoundError:  # the namespace package is missing too
-        return False
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Raises TypeError for a name that is no argument of connect(). Says where the setting of that name belongs."""
+    for name in names:
+        if name in RARE:
+            raise TypeError(
+                f"connect() has no argument {name!r}: it is a field of Settings, as in "
+                f"connect(settings=backhaul.Settings({name}=...))"
+            )
+        if name not in {*ARGUMENTS, "settings"}:
+            (nearest,) = get_close_matches(name, [*ARGUMENTS, "settings", *sorted(RARE)], n=1) or [""]
+            kind = "a field of Settings" if nearest in RARE else "an argument"
+            hint = f"did you mean {nearest!r}, {kind}?" if nearest else "docs/configuration.md lists all settings"
+            raise TypeError(f"connect() has no argument {name!r}: {hint}")

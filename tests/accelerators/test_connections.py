@@ -1,6 +1,7 @@
 """Further connections for what cannot go through shared memory: tensors on a GPU, to a worker on the same machine."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from support.lanes import connected, connection_of, counted
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow
-ON_THIS_MACHINE = {"shared_memory": True, "unix_socket": True}
+ON_THIS_MACHINE: dict[str, Any] = {"shared_memory": True, "unix_socket": True}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET_S
+from conftest import QUIET, quiet
 from support.bits import Checkpoint, differing, plainly, seed_generators
 from support.processes import WorkerProcess
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def on_gpu() -> Iterator[Session]:
     worker = WorkerProcess("--memory", "1GiB", "--device", "cuda")
-    with worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with worker, backhaul.connect(worker.address, settings=QUIET) as session:
         yield session
 
 
@@ -37,7 +37,7 @@ def gradients(checkpoint: Checkpoint, *devices: str) -> list[Tensor | None]:
 
 
 def test_a_trainer_on_the_cpu_with_a_worker_of_its_own() -> None:
-    with backhaul.connect(silence_s=QUIET_S, connect_timeout_s=60, strict=True) as session:
+    with backhaul.connect(strict=True, settings=quiet(connect_timeout_s=60)) as session:
         assert differing(gradients(session.checkpoint, "cpu", "cpu"), gradients(plainly, "cpu", "cpu")) == []
         assert session.report().remote == 4
 

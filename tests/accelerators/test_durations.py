@@ -10,7 +10,7 @@ from torch import nn
 from backhaul._config import resolve
 from backhaul.doctor.profile.observed import ObservedSession
 from backhaul_proto.v1.telemetry_pb2 import Lane
-from conftest import QUIET_S
+from conftest import QUIET
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ def slow_worker() -> Iterator[WorkerProcess]:
 
 @pytest.fixture
 def slow_session(simulation: Any, slow_worker: WorkerProcess) -> Iterator[ObservedSession]:
-    with ObservedSession(resolve(worker=slow_worker.address, silence_s=QUIET_S)) as session:
+    with ObservedSession(resolve(QUIET, worker=slow_worker.address)) as session:
         simulation.settings(kernel_us=KERNEL_US)
         yield session
 

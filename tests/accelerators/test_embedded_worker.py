@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET_S
+from conftest import QUIET, quiet
 from support.bits import differing
 
 DEVICES = ["cpu", "cuda:0", "cuda:1"]
@@ -16,7 +16,7 @@ DEVICES = ["cpu", "cuda:0", "cuda:1"]
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with backhaul.connect(silence_s=QUIET_S, connect_timeout_s=60, strict=True) as session:
+    with backhaul.connect(strict=True, settings=quiet(connect_timeout_s=60)) as session:
         yield session
 
 
@@ -57,7 +57,7 @@ def test_a_scalar_of_the_cpu_may_be_used_first(session: Session) -> None:
 @pytest.mark.slow
 def test_a_device_that_is_given_stays() -> None:
     x = torch.randn(2, 4, device="cuda", requires_grad=True)
-    with backhaul.connect(device="cpu", silence_s=QUIET_S) as session:
+    with backhaul.connect(device="cpu", settings=QUIET) as session:
         session.checkpoint(torch.sin, x).sum().backward()
 
         assert device_of_worker(session) == "cpu"

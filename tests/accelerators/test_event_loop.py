@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import backhaul
 from accelerators.conftest import IS_SIMULATED
 from backhaul import Session
-from conftest import QUIET_S
+from conftest import QUIET, quiet
 from integration.test_accelerators import blocks, build, twice
 from support.bits import Checkpoint, differing, plainly, train
 from support.lanes import connected
@@ -91,7 +91,7 @@ def check(watched: Watched) -> None:
 
 
 def test_requests_for_gradients_and_activations(watched: Watched, returns: str) -> None:
-    with backhaul.connect(watched.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(watched.address, settings=QUIET) as session:
         trained(session, returns)
         small = train(
             lambda *args: session.checkpoint(*args, returns=returns, strict=True), lambda: build().cuda(), twice
@@ -104,7 +104,7 @@ def test_a_block(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     model, twin = build().cuda(), build().cuda()
     twin.load_state_dict(model.state_dict())
-    with backhaul.connect(watched.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(watched.address, settings=QUIET) as session:
         for share in session._shares.values():
             monkeypatch.setattr(share, "trainers_share", lambda: 0)
             monkeypatch.setattr(share, "last_segments", lambda *_: 0)
@@ -121,7 +121,7 @@ def test_several_connections(watched: Watched) -> None:
 
 
 def test_differences_from_stored_tensors(watched: Watched) -> None:
-    with backhaul.connect(watched.address, silence_s=QUIET_S, compression="on") as session:
+    with backhaul.connect(watched.address, settings=quiet(compression="on")) as session:
         trained(session, "gradients")
         assert session.report().spared_bytes > 0
     check(watched)
@@ -130,5 +130,5 @@ def test_differences_from_stored_tensors(watched: Watched) -> None:
 def test_two_sessions_with_equal_tensors(watched: Watched) -> None:
     with ExitStack() as stack:
         for _ in range(2):  # the tensors of the second are compared with those of the first
-            trained(stack.enter_context(backhaul.connect(watched.address, silence_s=QUIET_S)), "gradients")
+            trained(stack.enter_context(backhaul.connect(watched.address, settings=QUIET)), "gradients")
     check(watched)

@@ -9,7 +9,7 @@ from torch import Tensor
 import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
-from conftest import QUIET_S
+from conftest import QUIET
 from faults.test_worker_dies import train_through
 from integration.test_accumulation import train, trained
 from support.bits import differing, plainly
@@ -29,7 +29,7 @@ def on_a_small_gpu() -> Iterator[Session]:
         pytest.skip("the simulated device has as little memory as a test wants")
     environment = {"SIMULATED_CUDA_BYTES": str(DEVICE_BYTES)}
     worker = WorkerProcess("--memory", "1GiB", "--device", "cuda", environment=environment)
-    with worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with worker, backhaul.connect(worker.address, settings=QUIET) as session:
         yield session
 
 
@@ -65,7 +65,7 @@ def test_a_worker_out_of_memory_serves_on(
 
 
 def test_a_worker_killed_in_backward(gpu_worker: WorkerProcess, returns: str) -> None:
-    with torch.device("cuda"), backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with torch.device("cuda"), backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         train_through(session, returns, "backward", gpu_worker.kill)
         assert session.report().fallbacks > 0
 
@@ -76,7 +76,7 @@ def test_a_worker_killed_in_a_block(gpu_worker: WorkerProcess, at: int) -> None:
         if number == at and block is not None and gpu_worker.process.poll() is None:
             gpu_worker.kill()
 
-    with torch.device("cuda"), backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with torch.device("cuda"), backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         ours = trained(session, micro_batches=4, happen=happen)
         assert differing(ours, train(plainly, micro_batches=4)) == []
         assert session.report().fallbacks > 0

@@ -10,7 +10,7 @@ from torch import Tensor
 import backhaul
 from backhaul import Session
 from backhaul_runtime.process.fingerprint import fingerprint
-from conftest import QUIET_S
+from conftest import QUIET
 from support.processes import WorkerProcess
 
 
@@ -23,7 +23,7 @@ def gpu_worker() -> Iterator[WorkerProcess]:
 @pytest.fixture
 def beside_another_cpu(gpu_worker: WorkerProcess) -> Iterator[Session]:
     """A session on a worker with an equal GPU and another CPU."""
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         connection = session._workers[0].connection
         assert connection.up is not None
         facts = {**connection.up.fingerprint, "host_cpu": "another"}

@@ -15,7 +15,7 @@ import backhaul
 from backhaul._backward.local_recompute import outputs_here
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.upload.segment_sender import SegmentSender
-from conftest import QUIET_S
+from conftest import QUIET
 from integration.test_accelerators import WIDTH, blocks, build, forward, fused, twice
 from support.bits import Checkpoint, differing, plainly, train
 from support.calls import sines
@@ -31,7 +31,7 @@ def gpu_worker() -> Iterator[WorkerProcess]:
 @pytest.fixture
 def on_gpu(gpu_worker: WorkerProcess, returns: str) -> Iterator[Checkpoint]:
     """Recomputes on the worker and nowhere else."""
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         yield lambda *args: session.checkpoint(*args, returns=returns, strict=True)
 
 
@@ -53,7 +53,7 @@ def test_blocks_on_a_gpu(
     torch.manual_seed(1)
     model = build_on_gpu()
     twin = copy.deepcopy(model)
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
         monkeypatch.setattr(session._shares[local], "last_segments", lambda *_: last)
         monkeypatch.setattr(session, "accumulate", partial(session.accumulate, local))
@@ -121,7 +121,7 @@ def test_a_backward_inside_of_a_segment(gpu_worker: WorkerProcess, returns: str)
     def layer() -> nn.Module:
         return nn.Linear(WIDTH, WIDTH).cuda()
 
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         assert (
             differing(train(partial(session.checkpoint, returns=returns), layer, slope), train(plainly, layer, slope))
             == []
@@ -146,7 +146,7 @@ def test_a_copy_that_waits_to_be_sent_is_not_computed_again(
     monkeypatch.setattr(SegmentSender, "send", send_late)
     monkeypatch.setattr("backhaul._backward.lineage.outputs_here", noted)
     x = torch.randn(8, WIDTH, device="cuda", requires_grad=True)
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         checkpoint = partial(session.checkpoint, returns="gradients", durability=durability)
         try:
             y = checkpoint(sines, checkpoint(sines, x))

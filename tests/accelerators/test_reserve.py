@@ -19,7 +19,7 @@ from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker
-from conftest import QUIET_S
+from conftest import QUIET
 from support.processes import WorkerProcess
 from unit.test_core import FIRST, put, squaring
 
@@ -142,7 +142,7 @@ def test_the_reserve_is_in_the_status(simulation: Any) -> None:
     more = DEVICE_BYTES // 4  # than the device has
     with (
         WorkerProcess("--memory", f"{(DEVICE_BYTES + more) >> 30}GiB", "--device", "cuda") as worker,
-        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+        backhaul.connect(worker.address, settings=QUIET) as session,
     ):
         x = torch.ones(4, device="cuda", requires_grad=True)
         session.checkpoint(torch.square, x, strict=True).sum().backward()
@@ -165,7 +165,7 @@ def test_a_run_that_the_device_has_no_memory_for_is_recovered(simulation: Any) -
 
     with (
         WorkerProcess("--memory", "24MiB", "--device", "cuda") as worker,
-        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+        backhaul.connect(worker.address, settings=QUIET) as session,
     ):
         assert torch.equal(gradient(session.checkpoint), gradient(lambda function, x: function(x)))
         assert "out of memory" in str(session.report())

@@ -6,7 +6,7 @@ import torch
 import backhaul
 from backhaul_runtime.torch_internals import ambient_state, attention_order
 from backhaul_runtime.torch_internals.ambient_settings import settings_of_cuda
-from conftest import QUIET_S
+from conftest import QUIET
 from support.loopback import Loopback
 from support.processes import WorkerProcess
 
@@ -29,7 +29,7 @@ def test_a_worker_without_cuda_recomputes_programs_of_the_cpu(returns: str) -> N
     x = torch.randn(4, requires_grad=True)
     without = {"SIMULATED_CUDA": "", "CUDA_VISIBLE_DEVICES": ""}
     worker = WorkerProcess("--memory", "1GiB", "--device", "cpu", environment=without)
-    with worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with worker, backhaul.connect(worker.address, settings=QUIET) as session:
         session.checkpoint(torch.sin, x, returns=returns, strict=True).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, x.detach().cos())
@@ -54,7 +54,7 @@ def test_a_worker_recomputes_with_the_settings_of_cuda(returns: str) -> None:
     x = torch.randn(4, device="cuda", requires_grad=True)
     before = ambient_state.capture()
     worker = WorkerProcess("--memory", "1GiB", "--device", "cuda")
-    with worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with worker, backhaul.connect(worker.address, settings=QUIET) as session:
         try:
             for name in settings_of_cuda().keys() & {"cudnn_enabled", "sm_carveout", "cublas_fp16_reduction"}:
                 value = {"sm_carveout": "4", "cublas_fp16_reduction": "0,1"}.get(name, False)

@@ -17,7 +17,7 @@ from backhaul_runtime.process.fingerprint import fingerprint_with_host
 from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.lanes import counted
 from support.processes import WorkerProcess
@@ -76,7 +76,7 @@ def test_sums_of_a_block_go_to_the_devices_of_their_parameters(gpu_worker: Worke
         for part in (layers[:2], layers[2:], layers[:2], layers[2:]):
             yield loss_of(checkpoint, part, x)
 
-    with counted() as passed, backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with counted() as passed, backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         ours = gradients(layers, partial(losses, layers), session)
     assert passed["CollectGradients"] > 0
     assert differing(ours, gradients(twin, partial(losses, twin), None)) == []
@@ -93,7 +93,7 @@ def test_a_block_continues_on_the_stream_of_another_device_than_its_loss(gpu_wor
 
     synchronize()
     with (
-        backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session,
+        backhaul.connect(gpu_worker.address, settings=QUIET) as session,
         torch.cuda.stream(torch.cuda.Stream("cuda:0")),
         torch.cuda.stream(torch.cuda.Stream("cuda:1")),
     ):
@@ -145,7 +145,7 @@ def after_a_step(checkpoint: Checkpoint, function: Callable[..., Tensor], device
 def test_a_segment_on_two_gpus_stays_on_the_trainer(
     gpu_worker: WorkerProcess, function: Callable[..., Tensor], returns: str
 ) -> None:
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         for _ in range(2):
             ours = after_a_step(partial(session.checkpoint, returns=returns), function, "cuda:0")
             assert differing(ours, after_a_step(plainly, function, "cuda:0")) == []
@@ -153,7 +153,7 @@ def test_a_segment_on_two_gpus_stays_on_the_trainer(
 
 
 def test_a_segment_that_moves_what_the_host_has_runs_on_the_gpu(gpu_worker: WorkerProcess, returns: str) -> None:
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         checkpoint = partial(session.checkpoint, returns=returns, strict=True)
         ours = after_a_step(checkpoint, draws_on_the_gpu, "cpu")
     assert differing(ours, after_a_step(plainly, draws_on_the_gpu, "cpu")) == []
@@ -162,7 +162,7 @@ def test_a_segment_that_moves_what_the_host_has_runs_on_the_gpu(gpu_worker: Work
 def test_a_recomputation_on_the_trainer_leaves_the_generator_of_a_gpu_that_has_no_source(
     worker: WorkerProcess, returns: str
 ) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         ours = after_a_step(partial(session.checkpoint, returns=returns), draws_on_the_gpu, "cpu")
         assert "device is cuda here and cpu there" in str(session.report())
     assert differing(ours, after_a_step(plainly, draws_on_the_gpu, "cpu")) == []
@@ -177,7 +177,7 @@ def test_a_prediction_takes_the_generator_of_its_tensors(gpu_worker: WorkerProce
         return torch.dropout(x * weight, 0.5, True)
 
     wasted = gpu_worker.telemetry().wasted_guesses
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         for _ in range(4):
             session.checkpoint(drop, x, strict=True).sum().backward()
             torch.rand(1, device="cuda:0")  # the current device, whose generator moves on alone
@@ -205,7 +205,7 @@ def test_the_gpu_of_a_segment_is_compared_and_not_the_current_one(
 
     monkeypatch.setattr(dispatcher, "fingerprint_with_host", other_model)
     x = torch.ones(WIDTH)
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         for device, fallbacks in (("cuda:0", 0), ("cuda:1", 1)):
             session.checkpoint(torch.sin, x.to(device).requires_grad_()).sum().backward()
             assert session.report().fallbacks == fallbacks

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import backhaul
-from conftest import QUIET_S
+from conftest import QUIET
 from support.count_waits import SEGMENTS, STEPS, count, of_trainer
 from support.processes import WorkerProcess
 
@@ -34,7 +34,7 @@ def test_training_alone_waits_for_nothing(simulation: Any) -> None:
 def test_forward_waits_for_nothing_and_backward_once_for_each_segment_and_sent_gradient(
     simulation: Any, gpu_worker: WorkerProcess, returns: str
 ) -> None:
-    with backhaul.connect(gpu_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         waits = count(lambda segment, x: session.checkpoint(segment, x, returns=returns, strict=True))
     sent = 1 if returns == "gradients" else 0  # unless the worker holds it; nothing waits for what arrives
     assert of_trainer(waits.forward) == 0
@@ -45,7 +45,7 @@ def test_a_recomputation_on_the_trainer_waits_for_each_kind_of_digest_once(simul
     """They are forward's, those of the sources, the replay's, and those of activations that lie in parameters."""
     with (
         WorkerProcess("--memory", "1GiB", "--device", "cuda") as lost,
-        backhaul.connect(lost.address, silence_s=QUIET_S) as session,
+        backhaul.connect(lost.address, settings=QUIET) as session,
     ):
         session.checkpoint(torch.nn.Linear(4, 4).cuda(), torch.ones(4, 4, device="cuda"))
         lost.kill()

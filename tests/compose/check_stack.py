@@ -100,7 +100,7 @@ def test_the_api_denies_rather_than_leads_to_the_form(stack: Stack) -> None:
 
 
 def test_a_worker_answers_nobody_without_a_certificate(stack: Stack) -> None:
-    asked = 'import backhaul; backhaul.connect("worker-2:50051", connect_timeout_s=5)'
+    asked = 'import backhaul; backhaul.connect("worker-2:50051", settings=backhaul.Settings(connect_timeout_s=5))'
     with pytest.raises(CalledProcessError) as raised:
         stack.execute("worker-1", "env", "BACKHAUL_TLS=", "python", "-c", asked)
     assert "it requires TLS" in raised.value.stderr + raised.value.stdout

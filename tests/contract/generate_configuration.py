@@ -1,34 +1,45 @@
-"""Writes docs/configuration.md from the code: `make docs`. `test_configuration.py` holds the two in sync."""
+"""Writes docs/configuration.md, and the signature and docstring of connect(), from the settings: `make docs`.
+
+`test_configuration.py` holds them in sync.
+"""
 
 import argparse
-import ast
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
-from inspect import getsource
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from backhaul import _config
 from backhaul._cli.environment_options import options_of
 from backhaul._cli.registry import build
-from backhaul._config import Config
+from backhaul._config import ARGUMENTS, RARE, Config, Settings
+from backhaul._setting import default_of, texts_of
 from backhaul_runtime.process.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE
 from backhaul_runtime.process.settings import variable_of
 
-PAGE = Path(__file__).parents[2] / "docs/configuration.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/configuration.md"
+API = ROOT / "client/backhaul/_api.py"
 _MIB = 1 << 20
 
 _INTRODUCTION = """# Settings
 
 Written by `make docs` from the code.
 
-What is given in the program or on the command line goes before the environment, and the environment before the default.
+An argument of `connect()`, a field of `Settings` or an option of a command goes before the environment, the environment
+before the plan that `connect(plan=...)` names, and the plan before the default. Arguments of other calls, such as
+`accumulate(local=...)` and `wrap(segment_layers=...)`, go before the settings of the session.
+
 An empty variable counts as none. Booleans are `1`, `true`, `yes`, `on`, or `0`, `false`, `no`, `off`. Lists have commas
 between their items, or spaces where there is no comma. A variable that begins with `BACKHAUL_` and is none of these is
 named in a warning, with the one that it is nearest to.
 
 A worker that `connect()` starts has its settings from its session: variables of `backhaul worker` don't reach it.
 """
+
+_OF_SETTINGS = "Settings that few programs set, as in `backhaul.Settings(silence_s=60, connections=2)`."
 
 _LOGS = f"""
 ## Logs of commands
@@ -49,33 +60,55 @@ attributes of its records, and configures nothing.
 def page() -> str:
     """The page as it should be."""
     _, commands = build()
-    sections = [_INTRODUCTION, _of_connect()]
+    sections = [_INTRODUCTION, _of_settings()]
     for name, command in commands.items():
         sections.append(_of_command(name, command))
     return "".join(sections) + _LOGS
 
 
-def _of_connect() -> str:
-    said = _said_of_fields()
-    rows = [
-        (f"`{field.name}`", f"`{variable_of(field.name)}`", _default(field.name, field.default), said[field.name])
-        for field in fields(Config)
-    ]
-    return "\n## `backhaul.connect()`\n\n" + _table(("argument", "variable", "default", ""), rows)
+def api(source: str) -> str:
+    """The source of `_api.py` with the arguments of connect() as `Config` declares them."""
+    said = {**texts_of(Config), "settings": _OF_SETTINGS}
+    types = {name: node for name, node in Config.__annotations__.items() if name in ARGUMENTS}
+    parameters, lines = [], []
+    for name, text in said.items():
+        kind = _type_name(types.get(name, Settings))
+        parameters.append(f"    {name}: {kind} | None = None,\n" + ("    *,\n" if name == "worker" else ""))
+        lines.append(textwrap.fill(f"{name}: {text}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12) + "\n")
+    before, signature, rest = source.partition("def connect(\n")
+    rest = rest[rest.index(") -> Session:") :]
+    description, args, rest = rest.partition("    Args:\n")
+    rest = rest[rest.index("\n    Raises:") :]
+    return "".join([before, signature, *parameters, description, args, *lines, rest])
 
 
-def _said_of_fields() -> dict[str, str]:
-    """The docstring under each field."""
-    (definition,) = ast.parse(getsource(Config)).body
-    assert isinstance(definition, ast.ClassDef)
-    texts, name = {}, ""
-    for node in definition.body:
-        match node:
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                pass
-            case ast.Expr(value=ast.Constant(value=str(text))) if name:
-                texts[name] = " ".join(text.split())
-    return texts
+def _type_name(kind: Any) -> str:
+    """A type as `_api.py` writes it."""
+    aliases = {getattr(_config, name): name for name in ("Returns", "Durability", "Numerics")}
+    if kind in aliases:
+        return aliases[kind]
+    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else re.sub(r"[\w.]+\.", "", str(kind))
+
+
+def _of_settings() -> str:
+    sections = (
+        ("backhaul.connect()", "argument", ARGUMENTS, texts_of(Config)),
+        ("backhaul.Settings", "field", RARE, texts_of(Settings)),
+    )
+    text = ""
+    for title, kind, names, said in sections:
+        rows = [
+            (
+                f"`{field.name}`",
+                f"`{variable_of(field.name)}`",
+                _default(field.name, default_of(field)),
+                said[field.name],
+            )
+            for field in fields(Config)
+            if field.name in names
+        ]
+        text += f"\n## `{title}`\n\n" + _table((kind, "variable", "default", ""), rows)
+    return text
 
 
 def _of_command(name: str, command: argparse.ArgumentParser) -> str:
@@ -127,3 +160,4 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    API.write_text(api(API.read_text()))

@@ -118,7 +118,7 @@ def two_sessions(ranks: Ranks) -> Results:
     """The segments of a model belong to two sessions in turns."""
     if ranks.session is None:
         return data_parallel(ranks)
-    with backhaul.connect(ranks.session.workers, silence_s=240) as other:
+    with backhaul.connect(ranks.session.workers, settings=backhaul.Settings(silence_s=240)) as other:
         sessions = [ranks.session, other] * (BLOCKS * STEPS)
 
         def call(function: Callable[..., Any], *args: Any) -> Any:

@@ -22,14 +22,14 @@ from distributed.training import Ranks
 from support.bits import differing
 from support.torchrun import Outcome
 
-QUIET_S = 240.0
+QUIET = backhaul.Settings(silence_s=240.0)
 
 
 def outcome_of(name: str, workers: str) -> Outcome:
     name, _, returns = name.partition(": ")
     torch.manual_seed(0)
     expected = [] if name in ERRORS else ALL[name](Ranks())
-    with backhaul.connect(workers, silence_s=QUIET_S) as session:
+    with backhaul.connect(workers, settings=QUIET) as session:
         torch.manual_seed(0)
         try:
             ours, error = ALL[name](Ranks(session, {"returns": returns} if returns else {})), ""
@@ -46,7 +46,7 @@ def outcome_of(name: str, workers: str) -> Outcome:
 
 def main(workers: str, folder: str, *names: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=QUIET_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=QUIET.silence_s))
     addresses = workers.split()
     mine = addresses[dist.get_rank() % len(addresses)]
     outcomes = {name: asdict(outcome_of(name, mine)) for name in names}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import backhaul
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from integration.test_discovery import Training
 from integration.test_ray import fleet
 from support.bits import differing, plainly
@@ -48,7 +48,7 @@ def test_training_goes_on_when_parts_of_the_cluster_are_lost(monkeypatch: pytest
         head, lost, _ = cluster.nodes
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
         fleet(cluster, "up", "--name", "three", "--workers", str(WORKERS), "--", *OPTIONS)
-        with backhaul.connect("ray:three", silence_s=QUIET_S) as session:
+        with backhaul.connect("ray:three", settings=QUIET) as session:
             ours = Training(session.checkpoint)
 
             def addresses() -> list[str]:
@@ -100,7 +100,7 @@ def test_a_trainer_outside_of_the_cluster_follows_a_fleet(monkeypatch: pytest.Mo
         scaled = fleet(cluster, "scale", "--name", "two", "--workers", "1", "--grace", "1")
         assert scaled == "two-1 has ended\n"
         monkeypatch.setenv("RAY_ADDRESS", cluster.client_address)
-        with backhaul.connect("ray:two", silence_s=QUIET_S) as session:
+        with backhaul.connect("ray:two", settings=QUIET) as session:
             x = torch.randn(3, requires_grad=True)
             session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
             assert (session.report().remote, session.report().fallbacks) == (1, 0)

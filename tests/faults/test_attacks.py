@@ -17,7 +17,7 @@ from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
 from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
 from backhaul_server.worker.limits import UNNAMED_STREAMS
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from support.attacks import ATTACKS, reports
 from support.bits import grad_of
 from support.fuzz import Fuzzer
@@ -45,7 +45,7 @@ def check_honest(worker: WorkerProcess) -> None:
     wait_until(lambda: not worker.telemetry().queued_requests, "what runs has ended")
     # Hostile sessions are not closed. What their segments name is held until their leases end.
     wait_until(lambda: worker.telemetry().memory.segment_bytes < BUDGET_BYTES // 2, "there is room for others")
-    with backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, strict=True, settings=QUIET) as session:
         assert all(map(torch.equal, gradients(session), gradients(None)))
 
 

@@ -12,7 +12,7 @@ from backhaul import ReplayError, SegmentUnknownError
 from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2
 from backhaul_runtime.program.program import Node, SourceRef
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from support.bits import grad_of
 from support.hostile import Hostile, of_nodes
 from support.processes import WorkerProcess
@@ -77,7 +77,7 @@ def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -
             assert "the run was ended after 1 s: make segments smaller" in error.message
             process = worker.serving()
             assert process == worker.pid
-            with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+            with backhaul.connect(worker.address, settings=QUIET) as session:
                 client.ready(ENDLESS, torch.rand(2_048, 8_192), segment=2)
                 error_from(client.recompute(2, positions=()))
                 step(session)

@@ -16,7 +16,7 @@ import backhaul
 from backhaul import BackhaulError, ConnectError, Session
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.tensors.digest import address_of
-from conftest import QUIET_S, RETURNS
+from conftest import QUIET, RETURNS, quiet
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.flips import Flips, Kind, on_every_channel
 from support.processes import WorkerProcess
@@ -119,7 +119,7 @@ def while_training(worker: WorkerProcess, flips: Flips, count: int, at_once: int
     for returns, check, shares_memory in modes:
         with (
             on_every_channel(flips.on_its_way),
-            backhaul.connect(worker.address, silence_s=QUIET_S, shared_memory=shares_memory) as session,
+            backhaul.connect(worker.address, settings=quiet(shared_memory=shares_memory)) as session,
             flips.in_shared_memory(),
         ):
             yield flipped(flips, Steps(session, returns=returns, determinism_check=check), count // len(modes), at_once)
@@ -128,7 +128,7 @@ def while_training(worker: WorkerProcess, flips: Flips, count: int, at_once: int
 def while_accumulating(worker: WorkerProcess, flips: Flips, count: int, at_once: int) -> Iterator[Outcomes]:
     with (
         on_every_channel(flips.on_its_way),
-        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+        backhaul.connect(worker.address, settings=QUIET) as session,
         flips.in_shared_memory(),
     ):
         yield flipped(flips, Steps(session, collects=True), count, at_once, ANSWERS | {"ReleaseSegments", "region"})
@@ -139,7 +139,7 @@ def while_connecting(worker: WorkerProcess, flips: Flips, count: int) -> Iterato
 
     def step() -> str:
         try:
-            with backhaul.connect(worker.address, silence_s=QUIET_S, shared_memory=False) as session:
+            with backhaul.connect(worker.address, settings=quiet(shared_memory=False)) as session:
                 steps = Steps(session, returns="gradients")
                 return steps() if steps() == "the worker" else "the trainer"
         except ConnectError as error:
@@ -153,7 +153,7 @@ def while_fetching(worker: WorkerProcess, flips: Flips, count: int) -> Iterator[
     """Of what a trainer fetches that has lost another worker."""
     with (
         on_every_channel(flips.on_its_way),
-        backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+        backhaul.connect(worker.address, settings=QUIET) as session,
         flips.in_shared_memory(),
     ):
         xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19)]

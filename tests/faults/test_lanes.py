@@ -24,7 +24,7 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import serialize
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
-from conftest import QUIET_S, wait_until
+from conftest import QUIET_S, quiet, wait_until
 from support.bits import grad_of
 from support.flips import Flips, on_every_channel
 from support.lanes import OVER_TCP, LaneProxy, connected, connection_of, counted, joined
@@ -410,7 +410,7 @@ def test_lanes_that_cannot_join_are_not_waited_for(worker: WorkerProcess, monkey
     with (
         OneConnection(worker.address) as proxy,
         counted() as passed,
-        backhaul.connect(proxy.address, connections=4, silence_s=QUIET_S, **OVER_TCP) as session,
+        backhaul.connect(proxy.address, settings=quiet(connections=4, **OVER_TCP)) as session,
     ):
         began = time.monotonic()
         there_and_back(session, LARGE.clone().requires_grad_())

@@ -13,7 +13,7 @@ import backhaul
 from backhaul import Session
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.wire.splicing import serialize
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import differing, plainly
 from support.flips import on_every_channel
 from support.processes import WorkerProcess
@@ -58,7 +58,7 @@ def liar() -> Liar:
 
 @pytest.fixture(scope="module")
 def lied_to(liar: Liar, worker: WorkerProcess) -> Iterator[Session]:
-    with on_every_channel(liar), backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with on_every_channel(liar), backhaul.connect(worker.address, settings=QUIET) as session:
         yield session
 
 

@@ -29,7 +29,7 @@ from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import SourceLedger
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import differing
 from support.processes import WorkerProcess
 
@@ -190,7 +190,7 @@ def test_a_session_closes_although_nothing_can_be_released(
     def failing(*_: Any) -> None:
         raise InjectedError("injected")
 
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         plain = expected()
         monkeypatch.setattr(Uploader, "_release", failing)
         assert differing(gradients(session.checkpoint), plain) == []

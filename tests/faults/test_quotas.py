@@ -18,7 +18,7 @@ from backhaul_runtime.errors import ERROR_METADATA_KEY, from_bytes
 from backhaul_runtime.process.credentials import bearer, make_token, read_token
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import serialize
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, quiet, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
 from support.processes import WorkerProcess
@@ -121,7 +121,7 @@ def test_nobody_sees_the_sessions_of_others_but_a_dashboard(shared: Shared, chan
     sessions = {name: opened(channel, shared.token(name), name) for name in ("alice", "bob")}
     steps = partial(train, build=blocks, run=stack, steps=2)
     for name in sessions:
-        with backhaul.connect(shared.process.address, token_file=shared.token_file(name), silence_s=QUIET_S) as session:
+        with backhaul.connect(shared.process.address, token_file=shared.token_file(name), settings=QUIET) as session:
             assert differing(steps(session.checkpoint), steps(plainly)) == []
             assert session.report().fallbacks == 0
             runs = {s.run for s in shared.process.telemetry(shared.token(name)).sessions}
@@ -159,7 +159,10 @@ def test_a_trainer_without_room_for_its_session_computes_itself(
         (tmp_path / "workers").write_text(f"{address}\n")
         address = f"file:{tmp_path / 'workers'}"
     connect = partial(
-        backhaul.connect, address, token_file=shared.token_file("bob"), silence_s=QUIET_S, connect_timeout_s=1000.0
+        backhaul.connect,
+        address,
+        token_file=shared.token_file("bob"),
+        settings=quiet(connect_timeout_s=1000.0),
     )
     steps = partial(train, build=blocks, run=stack, steps=1)
     expected = steps(plainly)
@@ -201,7 +204,7 @@ def test_a_trainer_beyond_a_quota_computes_itself(quotas: str, reason: str, tmp_
     worker = Shared(tmp_path, alice=quotas)
     with (
         worker.process,
-        backhaul.connect(worker.process.address, token_file=worker.token_file("alice"), silence_s=QUIET_S) as session,
+        backhaul.connect(worker.process.address, token_file=worker.token_file("alice"), settings=QUIET) as session,
     ):
         assert differing(steps(session.checkpoint), steps(plainly)) == []
         report = session.report()
@@ -218,7 +221,7 @@ def test_tokens_are_replaced_and_revoked_by_editing_files(tmp_path: Path) -> Non
     ours.write_text(worker.token("alice"))
     with (
         worker.process,
-        backhaul.connect(worker.process.address, token_file=str(ours), silence_s=QUIET_S) as session,
+        backhaul.connect(worker.process.address, token_file=str(ours), settings=QUIET) as session,
     ):
         connection = session._workers[0].connection
         first = connection.up

@@ -27,7 +27,7 @@ from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
-from conftest import QUIET_S
+from conftest import QUIET
 from faults.test_wire import Wire, batches, fetched, outgoing, refused
 from support.processes import WorkerProcess
 
@@ -188,7 +188,7 @@ def attacker(worker: WorkerProcess) -> Iterator[Wire]:
 
 @pytest.fixture(scope="module")
 def victim(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, silence_s=QUIET_S, strict=True) as session:
+    with backhaul.connect(worker.address, strict=True, settings=QUIET) as session:
         yield session
 
 

@@ -34,7 +34,7 @@ from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_runtime.wire.tensor_receiver import TensorReceiver
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, QUIET_S, wait_until
 from support.bits import grad_of
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
@@ -301,7 +301,7 @@ def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usua
     key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
     hogged = hog.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0]), timeout=60)
     assert next(hogged).HasField("progress")
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(own_worker.address, settings=QUIET) as session:
         started = time.monotonic()
         x = torch.randn(3, requires_grad=True)
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
@@ -458,7 +458,7 @@ def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> N
 
 @pytest.mark.slow
 def test_a_worker_far_away_is_reached(worker: WorkerProcess) -> None:
-    with SlowProxy(worker.address, delay_s=0.2) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
+    with SlowProxy(worker.address, delay_s=0.2) as proxy, backhaul.connect(proxy.address, settings=QUIET) as session:
         x = torch.randn(3, requires_grad=True)
         session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
         assert session.report().remote == 1

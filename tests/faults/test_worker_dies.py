@@ -17,7 +17,7 @@ import backhaul
 from backhaul import Session
 from backhaul._backward import lineage
 from backhaul._backward.local_recompute import outputs_here
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, quiet, settle, wait_until
 from integration.test_discovery import Training
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
@@ -76,7 +76,7 @@ def train_through(
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed(moment: str, returns: str) -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, settings=QUIET) as session:
         train_through(session, returns, moment, worker.kill)
         report = session.report()
         assert report.fallbacks >= LAYERS  # the whole third step, and what was lost and had not come ahead
@@ -91,7 +91,7 @@ def test_one_of_two_killed(
 ) -> None:
     with WorkerProcess() as other:
         addresses = in_order(other, worker) if is_first else in_order(worker, other)
-        with backhaul.connect(addresses, silence_s=QUIET_S) as session:
+        with backhaul.connect(addresses, settings=QUIET) as session:
             at = LAYERS // 2 if is_first else LAYERS - 1  # so that it has segments then
             train_through(session, returns, moment, other.kill, at=at)
             report = session.report()
@@ -104,7 +104,7 @@ def test_one_of_two_killed(
 def test_segments_of_a_lost_worker_are_let_go_without_a_garbage_collection(
     equal_speeds: None, worker: WorkerProcess
 ) -> None:
-    with WorkerProcess() as other, backhaul.connect(in_order(other, worker), silence_s=QUIET_S) as session:
+    with WorkerProcess() as other, backhaul.connect(in_order(other, worker), settings=QUIET) as session:
         training = Training(session.checkpoint)
         training.steps(2)
         lost, _ = session._workers
@@ -151,7 +151,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
     before = fetches()
     with (
         WorkerProcess() as other,
-        backhaul.connect(in_order(worker, other), silence_s=QUIET_S) as session,
+        backhaul.connect(in_order(worker, other), settings=QUIET) as session,
     ):
         train_through(session, returns, "between", kill)
         assert session.report().fallbacks == LAYERS // 2
@@ -172,7 +172,7 @@ def test_a_survivor_that_is_stopped_is_waited_for_once(equal_speeds: None, caplo
     with (
         WorkerProcess() as survivor,
         WorkerProcess() as other,
-        backhaul.connect(in_order(survivor, other), silence_s=1.0) as session,
+        backhaul.connect(in_order(survivor, other), settings=backhaul.Settings(silence_s=1.0)) as session,
     ):
         try:
             train_through(session, "gradients", "between", stop)
@@ -185,14 +185,14 @@ def test_a_survivor_that_is_stopped_is_waited_for_once(equal_speeds: None, caplo
 
 @pytest.mark.slow
 def test_killed_with_copies_of_everything() -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, settings=QUIET) as session:
         train_through(session, "gradients", "between", worker.kill, "host")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_with_copies_of_nothing(moment: str) -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, settings=QUIET) as session:
 
         def lose() -> None:
             if moment != "backward":
@@ -209,7 +209,10 @@ def test_killed_with_copies_of_nothing(moment: str) -> None:
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 def test_stopped(moment: str, returns: str) -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
+    with (
+        WorkerProcess() as worker,
+        backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=1.0)) as session,
+    ):
         try:
             train_through(session, returns, moment, lambda: os.kill(worker.pid, signal.SIGSTOP))
         finally:
@@ -223,7 +226,7 @@ def test_stopped(moment: str, returns: str) -> None:
 
 @pytest.mark.slow
 def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_upload() -> None:
-    with backhaul.connect(silence_s=1.0, memory_bytes=1 << 30) as session:
+    with backhaul.connect(settings=backhaul.Settings(silence_s=1.0, memory_bytes=1 << 30)) as session:
         assert session._embedded is not None
         stopped = session._embedded.pid
         assert stopped is not None
@@ -239,7 +242,7 @@ def test_a_session_closes_though_its_worker_is_stopped_in_the_middle_of_an_uploa
 
 @pytest.mark.slow
 def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
+    with backhaul.connect(settings=quiet(memory_bytes=1 << 30)) as session:
         assert session._embedded is not None
         first = session._embedded.pid
         assert first is not None
@@ -260,7 +263,7 @@ def test_an_embedded_worker_that_dies_is_started_again(caplog: pytest.LogCapture
 
 @pytest.mark.slow
 def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
-    with WorkerProcess() as first, backhaul.connect(first.address, silence_s=QUIET_S) as session:
+    with WorkerProcess() as first, backhaul.connect(first.address, settings=QUIET) as session:
         linear, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
         y = session.checkpoint(linear, x, returns="gradients")
         connection = session._workers[0].connection
@@ -277,7 +280,10 @@ def test_a_worker_started_anew_at_the_same_address_is_a_new_one() -> None:
 
 @pytest.mark.slow
 def test_a_lease_that_ran_out_is_renewed_by_a_new_session() -> None:
-    with WorkerProcess("--lease", "1") as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
+    with (
+        WorkerProcess("--lease", "1") as worker,
+        backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=1.0)) as session,
+    ):
         train_through(session, "gradients", "forward", lambda: None)
         os.kill(worker.pid, signal.SIGSTOP)
         wait_until(lambda: session._workers[0].connection.up is None, "the silence is noticed")
@@ -290,7 +296,7 @@ def test_a_lease_that_ran_out_is_renewed_by_a_new_session() -> None:
 
 @pytest.mark.slow
 def test_strict_raises_in_backward_where_the_worker_is_gone() -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, strict=True, silence_s=QUIET_S) as session:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, strict=True, settings=QUIET) as session:
         y = session.checkpoint(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), returns="gradients")
         worker.kill()
         with pytest.raises(backhaul.NotRemoteError, match="worker"):

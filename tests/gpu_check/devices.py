@@ -7,7 +7,7 @@ import backhaul
 from gpu_check.gradients import train
 from gpu_check.models import PLAIN, WIDTH, Mlp
 from gpu_check.results import DEVICE, IS_REAL, ON_GPU, guarded, make_deterministic, note
-from gpu_check.workers import SILENCE_S, connect, worker
+from gpu_check.workers import QUIET, connect, worker
 from support.bits import Checkpoint, differing, plainly
 
 LEAST_DEVICES = 2
@@ -17,7 +17,7 @@ def embedded() -> None:
     """connect() without an address: its worker computes where the trainer does."""
     with guarded("the worker that connect() starts"):
         memory = (8 << 30) if IS_REAL else (1 << 30)
-        with backhaul.connect(silence_s=SILENCE_S, memory_bytes=memory) as session:
+        with backhaul.connect(settings=backhaul.Settings(silence_s=QUIET.silence_s, memory_bytes=memory)) as session:
             wrong = differing(train(session.checkpoint, PLAIN["mlp"]), train(plainly, PLAIN["mlp"]))
             report = session.report()
         ok = not wrong and report.remote > 0 and not report.fallbacks
@@ -44,7 +44,7 @@ def host_trainer() -> list[torch.Tensor]:
     """Gradients of a model on the host of a machine with a GPU."""
     torch.manual_seed(0)
     model, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH)
-    with backhaul.connect(silence_s=SILENCE_S, memory_bytes=1 << 30) as session:
+    with backhaul.connect(settings=backhaul.Settings(silence_s=QUIET.silence_s, memory_bytes=1 << 30)) as session:
         session.checkpoint(model, x).square().sum().backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
 

@@ -2,7 +2,6 @@
 
 import time
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,19 +10,19 @@ from torch.utils.checkpoint import checkpoint as torchs
 import backhaul
 from gpu_check.models import LOW
 from gpu_check.results import DEVICE, IS_REAL, ON_GPU, guarded, note, sized, synchronize
-from gpu_check.workers import SILENCE_S, connect, worker
+from gpu_check.workers import QUIET, connect, worker
 from support.bits import Checkpoint, plainly
 
-TCP = {"shared_memory": False, "unix_socket": False}
+OVER_TCP = backhaul.Settings(silence_s=QUIET.silence_s, shared_memory=False, unix_socket=False)
 
 
 def rates() -> None:
     """A segment that only moves data."""
     size = sized(256 << 20, 4 << 20)
-    links: dict[str, dict[str, Any]] = {"as chosen": {}, "over TCP": TCP}
+    links = {"as chosen": QUIET, "over TCP": OVER_TCP}
     with worker() as process:
-        for link, options in links.items():
-            with guarded(link), backhaul.connect(process.address, silence_s=SILENCE_S, **options) as session:
+        for link, settings in links.items():
+            with guarded(link), backhaul.connect(process.address, settings=settings) as session:
                 took = []
                 for number in range(3):
                     x = torch.full((size // 4,), 0.1 + number, device=DEVICE, requires_grad=True)

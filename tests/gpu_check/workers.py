@@ -6,7 +6,7 @@ import backhaul
 from gpu_check.results import DEVICE, IS_REAL
 from support.processes import WorkerProcess
 
-SILENCE_S = 30.0
+QUIET = backhaul.Settings(silence_s=30.0)
 
 
 def worker(*, device: str = DEVICE, memory: str = "") -> WorkerProcess:
@@ -17,4 +17,4 @@ def worker(*, device: str = DEVICE, memory: str = "") -> WorkerProcess:
 
 def connect(process: WorkerProcess, *, returns: Any = "auto", strict: bool = False) -> backhaul.Session:
     """Connects to it."""
-    return backhaul.connect(process.address, silence_s=SILENCE_S, returns=returns, strict=strict)
+    return backhaul.connect(process.address, returns=returns, strict=strict, settings=QUIET)

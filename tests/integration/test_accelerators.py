@@ -19,7 +19,7 @@ from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors import deferred_digest
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest
 from backhaul_runtime.tensors.layout import Layout, host_bytes
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
 
@@ -109,7 +109,7 @@ def test_a_lost_worker_costs_no_gradient_where_digests_are_unread(
         own_worker.kill()
         return loss, inputs
 
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(own_worker.address, settings=QUIET) as session:
         ours = train(lambda *args: session.checkpoint(*args, returns=returns), build, run, steps=1)
     assert differing(ours, train(plainly, build, run, steps=1)) == []
 

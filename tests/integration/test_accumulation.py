@@ -18,7 +18,7 @@ from backhaul._backward.frame import Frame
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
 from backhaul._worker_client.remote_segment import SavedSegment
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, quiet, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.devices import DEVICE
 from support.processes import WorkerProcess
@@ -44,7 +44,7 @@ def take_last(monkeypatch: pytest.MonkeyPatch, session: Session, local: Local, *
 
 @pytest.fixture
 def session(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         yield session
     wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
 
@@ -191,13 +191,13 @@ def test_any_number_of_micro_batches(session: Session, micro_batches: int) -> No
 
 @pytest.mark.slow
 def test_segments_that_return_activations(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="activations") as session:
+    with backhaul.connect(worker.address, returns="activations", settings=QUIET) as session:
         assert differing(trained(session), train(plainly)) == []
 
 
 @pytest.mark.slow
 def test_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
-    with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
+    with backhaul.connect(f"{worker.address},{own_worker.address}", settings=QUIET) as session:
         assert differing(trained(session, kind="tied to the head"), train(plainly, kind="tied to the head")) == []
         assert all(worker.uploader.uncollected._round > 1 for worker in session._workers)
 
@@ -251,7 +251,7 @@ def test_runs_of_different_lengths_on_two_workers(worker: WorkerProcess, own_wor
             segments.zero_grad()
         return results
 
-    with backhaul.connect(f"{worker.address},{own_worker.address}", silence_s=QUIET_S) as session:
+    with backhaul.connect(f"{worker.address},{own_worker.address}", settings=QUIET) as session:
         assert differing(gradients(session.checkpoint, session), gradients(plainly, None)) == []
 
 
@@ -344,10 +344,10 @@ def test_a_segment_that_changes_hands_leaves_one_sum_on_the_worker(
 
 
 def test_the_split_keeps_to_what_may_be_held_back(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=1) as session:
+    with backhaul.connect(worker.address, settings=quiet(held_bytes=1)) as session:
         shares = session._shares["recompute"]
         assert shares.trainers_share() == 0
-    with backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=1 << 20) as session:
+    with backhaul.connect(worker.address, settings=quiet(held_bytes=1 << 20)) as session:
         shares = session._shares["recompute"]
         for _ in range(4):
             trained(session, micro_batches=8, steps=1)
@@ -363,7 +363,7 @@ def test_what_unfinished_micro_batches_hold_is_bounded(
     worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch, local: Local
 ) -> None:
     def deferred_bytes(most_bytes: int) -> int:
-        with backhaul.connect(worker.address, silence_s=QUIET_S, deferred_bytes=most_bytes) as session:
+        with backhaul.connect(worker.address, settings=quiet(deferred_bytes=most_bytes)) as session:
             monkeypatch.setattr(session._shares[local], "trainers_share", lambda: 2)
             ours = train(session.checkpoint, partial(session.accumulate, local), micro_batches=6)
             assert differing(ours, train(plainly, micro_batches=6)) == []
@@ -404,13 +404,13 @@ def test_a_micro_batch_of_the_trainer_alone_is_finished_at_once(
 
 
 def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         trained(session, kind="hooks on parameters", steps=1)
         block = session.report().block
         assert block is not None
         most_bytes = block.held_bytes
     with (
-        backhaul.connect(worker.address, silence_s=QUIET_S, held_bytes=most_bytes - 1) as session,
+        backhaul.connect(worker.address, settings=quiet(held_bytes=most_bytes - 1)) as session,
         pytest.raises(backhaul.AccumulationError, match="held_bytes allows"),
     ):
         trained(session, kind="hooks on parameters", steps=1)
@@ -591,7 +591,7 @@ def test_a_worker_that_dies(own_worker: WorkerProcess, at: int, durability: Any)
         if number == at and block is not None and own_worker.process.poll() is None:
             own_worker.kill()
 
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S, durability=durability) as session:
+    with backhaul.connect(own_worker.address, durability=durability, settings=QUIET) as session:
         try:
             ours = trained(session, micro_batches=4, happen=happen)
         except backhaul.SegmentLostError:
@@ -626,7 +626,7 @@ def test_wrong_use(session: Session, worker: WorkerProcess) -> None:
             model.linears[0].weight.add_(1)
 
     def of_another_session(block: AccumulationBlock) -> None:
-        with backhaul.connect(worker.address, silence_s=QUIET_S) as other:
+        with backhaul.connect(worker.address, settings=QUIET) as other:
             block.backward(model.loss(other.checkpoint, x))
 
     def hooked(block: AccumulationBlock) -> None:

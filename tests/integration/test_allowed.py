@@ -17,7 +17,7 @@ from backhaul import Decision, Session, SettingError
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.program.names import names
 from backhaul_server.worker.allowed import import_allowed
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
 from support.functions import CountingBackward, Hidden, ReadsModule, Scale
@@ -47,7 +47,7 @@ def operators(noted: Path) -> Iterator[WorkerProcess]:
 @pytest.fixture
 def allowed(operators: WorkerProcess) -> Iterator[Session]:
     """A session on that worker."""
-    with backhaul.connect(operators.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(operators.address, settings=QUIET) as session:
         yield session
     names.denied.clear()
 
@@ -155,7 +155,7 @@ def test_without_the_option_the_trainer_runs_them(session: Session) -> None:
 
 def test_a_single_function_can_be_allowed() -> None:
     """The worker that `connect` starts finds modules where this process finds them."""
-    with backhaul.connect(allow=["support.functions:Scale"], silence_s=QUIET_S) as session:
+    with backhaul.connect(allow=["support.functions:Scale"], settings=QUIET) as session:
         body = REMOTE["saves a tensor and a number"]
         same_bits(trained(body, checkpointing(session)), trained(body, plainly))
         assert session.report().remote == 2
@@ -219,9 +219,7 @@ def _hostile_names(count: int) -> Iterator[str]:
 
 def test_no_name_from_a_client_imports_anything(operators: WorkerProcess, noted: Path) -> None:
     """As names of functions, of ops and of types, in programs that are well-formed otherwise."""
-    with backhaul.connect(
-        operators.address, silence_s=QUIET_S
-    ) as session:  # whatever a worker imports once is imported
+    with backhaul.connect(operators.address, settings=QUIET) as session:  # whatever a worker imports once is imported
         trained(REMOTE["has objects among its arguments"], checkpointing(session))
     refused = 0
     with Hostile(operators.address) as hostile:
@@ -235,7 +233,7 @@ def test_no_name_from_a_client_imports_anything(operators: WorkerProcess, noted:
                 refused += 1
     assert refused == 2_000
     assert noted.read_text() == before
-    with backhaul.connect(operators.address, strict=True, silence_s=QUIET_S) as session:
+    with backhaul.connect(operators.address, strict=True, settings=QUIET) as session:
         body = REMOTE["saves a tensor and a number"]
         same_bits(trained(body, checkpointing(session)), trained(body, plainly))
 
@@ -262,7 +260,7 @@ def test_modules_may_print_while_they_are_imported(tmp_path: Path) -> None:
     }
     with (
         WorkerProcess("--memory", "1GiB", environment=environment) as process,
-        backhaul.connect(process.address, silence_s=QUIET_S) as session,
+        backhaul.connect(process.address, settings=QUIET) as session,
     ):
         body = REMOTE["saves a tensor and a number"]
         same_bits(trained(body, checkpointing(session)), trained(body, plainly))

@@ -1,4 +1,4 @@
-"""Boundaries between segments that a worker computes itself: `connect(boundaries="derive")`."""
+"""Boundaries between segments that a worker computes itself: `Settings(boundaries="derive")`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ from backhaul_runtime.errors import BackhaulError, ReplayError, SegmentUnknownEr
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.layout_codec import encode_layout
-from conftest import QUIET_S
+from conftest import QUIET, quiet
 from support.bits import Checkpoint, differing, plainly
 from support.hostile import TIMEOUT_S, Hostile, chain
 from support.processes import WorkerProcess
@@ -37,7 +37,7 @@ def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def session(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries="derive", returns="gradients") as session:
+    with backhaul.connect(worker.address, returns="gradients", settings=quiet(boundaries="derive")) as session:
         yield session
 
 
@@ -95,7 +95,7 @@ def test_auto_derives_in_blocks_where_sending_takes_longer_than_forward(
 ) -> None:
     # The rate stays as it is set.
     monkeypatch.setattr("backhaul._worker_client.upload.segment_sender.MEASURED_BYTES", 1 << 40)
-    with backhaul.connect(worker.address, silence_s=QUIET_S, returns="gradients") as session:
+    with backhaul.connect(worker.address, returns="gradients", settings=QUIET) as session:
         session._workers[0].uploader.sender.bytes_per_s = bytes_per_s
         accumulate = session.accumulate if in_block else None
         train(session.checkpoint, accumulate, steps=1)  # sends programs
@@ -108,7 +108,7 @@ def test_auto_derives_in_blocks_where_sending_takes_longer_than_forward(
 def test_replays_that_do_not_fit_run_again_for_their_outputs() -> None:
     with (
         WorkerProcess("--memory", "6MiB") as worker,
-        backhaul.connect(worker.address, silence_s=QUIET_S, boundaries="derive") as session,
+        backhaul.connect(worker.address, settings=quiet(boundaries="derive")) as session,
     ):
         assert differing(train(session.checkpoint, session.accumulate), train(plainly)) == []
         assert session.report().remote > 0
@@ -116,7 +116,7 @@ def test_replays_that_do_not_fit_run_again_for_their_outputs() -> None:
 
 def test_two_workers_derive_their_own_runs(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     addresses = f"{worker.address},{own_worker.address}"
-    with backhaul.connect(addresses, silence_s=QUIET_S, boundaries="derive") as session:
+    with backhaul.connect(addresses, settings=quiet(boundaries="derive")) as session:
         assert differing(train(session.checkpoint, session.accumulate), train(plainly)) == []
         assert session.report().fallbacks == 0
 

@@ -91,13 +91,9 @@ class Training:
         return self.gradients
 
 
-def connected(address: str, **settings: Any) -> Session:
-    return backhaul.connect(
-        address,
-        silence_s=QUIET_S,
-        shared_memory=False,
-        **{"compression": "on", "strict": True, "unix_socket": False, **settings},
-    )
+def connected(address: str, *, strict: bool = True, **settings: Any) -> Session:
+    values = {"silence_s": QUIET_S, "compression": "on", "shared_memory": False, "unix_socket": False, **settings}
+    return backhaul.connect(address, strict=strict, settings=backhaul.Settings(**values))
 
 
 @pytest.fixture(scope="module")

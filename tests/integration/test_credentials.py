@@ -13,13 +13,13 @@ from torch import nn
 import backhaul
 from backhaul import CredentialError, NotRemoteError, Session, SettingError
 from backhaul_runtime.process.credentials import make_token, read_token
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, quiet, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, grad_of, plainly, train
 from support.nursery import run
 from support.processes import WorkerProcess
 
-connect = partial(backhaul.connect, silence_s=QUIET_S)
+connect = partial(backhaul.connect, settings=QUIET)
 
 
 def new_token(path: Path) -> str:
@@ -86,7 +86,7 @@ def test_a_worker_that_wants_none_takes_any(
     with connect(worker.address, token_file=token_file) as session:
         compared(session, "auto")
     monkeypatch.setenv("BACKHAUL_TOKEN_FILE", "/no/such/file")
-    with connect(memory_bytes=1 << 30) as session:  # one that connect() starts is never shown any
+    with connect(settings=quiet(memory_bytes=1 << 30)) as session:  # one that connect() starts is never shown any
         compared(session, "auto")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import backhaul
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from integration.test_dashboard import train
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
@@ -22,7 +22,9 @@ def summary(dashboard: Dashboard, run: str) -> dict[str, Any]:
 def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: WorkerProcess) -> None:
     with (
         Dashboard(worker.address).ready() as dashboard,  # the load is the difference from its first look
-        backhaul.connect(worker.address, run="lora-32k", tags=("a", "b"), notes="two\nlines") as session,
+        backhaul.connect(
+            worker.address, run="lora-32k", settings=backhaul.Settings(tags=("a", "b"), notes="two\nlines")
+        ) as session,
     ):
         train(session, 8)
         wait_until(lambda: summary(dashboard, session.run).get("steps") == 8, "the steps are told")
@@ -75,7 +77,7 @@ def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: Worker
 def test_the_loss_of_a_worker_is_told_in_plain_words(equal_speeds: None) -> None:
     with WorkerProcess() as one, WorkerProcess() as other, Dashboard(one.address, other.address) as dashboard:
         workers = f"{one.address},{other.address}"
-        with backhaul.connect(workers, run="lossy", silence_s=QUIET_S) as session:
+        with backhaul.connect(workers, run="lossy", settings=QUIET) as session:
             train(session, 2)
             wait_until(lambda: summary(dashboard, session.run).get("steps") == 2, "the steps are told")
             x = torch.randn(32, 64, requires_grad=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
 
@@ -51,7 +51,7 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def session(worker: WorkerProcess, file: Path) -> Iterator[Session]:
     file.write_text(f"{worker.address} # the first\n")
-    with backhaul.connect(f"file:{file}", silence_s=QUIET_S) as session:
+    with backhaul.connect(f"file:{file}", settings=QUIET) as session:
         yield session
 
 
@@ -126,12 +126,12 @@ def test_connect_wants_one_worker_of_those_that_are_named(worker: WorkerProcess,
         backhaul.connect(f"file:{file}")
     file.write_text("# none yet\n")
     with pytest.raises(backhaul.ConnectError, match=r"file:.* named no worker within 0.5 s"):
-        backhaul.connect(f"file:{file}", connect_timeout_s=0.5)
+        backhaul.connect(f"file:{file}", settings=backhaul.Settings(connect_timeout_s=0.5))
     file.write_text("127.0.0.1:1\n")
     with pytest.raises(backhaul.ConnectError, match='no worker answers at "127.0.0.1:1" .*Connection refused'):
-        backhaul.connect(f"file:{file}", connect_timeout_s=1.0)
+        backhaul.connect(f"file:{file}", settings=backhaul.Settings(connect_timeout_s=1.0))
     file.write_text(f"127.0.0.1:1\n{worker.address}\n")
-    with backhaul.connect(f"file:{file}", silence_s=QUIET_S) as session:
+    with backhaul.connect(f"file:{file}", settings=QUIET) as session:
         Training(session.checkpoint).steps(1)
         assert (session.report().remote, session.report().fallbacks) == (SEGMENTS, 0)
 
@@ -139,6 +139,6 @@ def test_connect_wants_one_worker_of_those_that_are_named(worker: WorkerProcess,
 @pytest.mark.slow
 def test_a_worker_that_is_named_twice_is_used_once(worker: WorkerProcess, file: Path) -> None:
     file.write_text(f"{worker.address}\n")
-    with backhaul.connect(f"{worker.address},file:{file}", silence_s=QUIET_S) as session:
+    with backhaul.connect(f"{worker.address},file:{file}", settings=QUIET) as session:
         assert len(session._workers) == 1
         assert session.workers == worker.address

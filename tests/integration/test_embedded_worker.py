@@ -11,7 +11,7 @@ from backhaul import ConnectError, SettingError
 from backhaul._worker_client.connection import embedded
 from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_runtime.process.addresses import socket_address
-from conftest import QUIET_S
+from conftest import QUIET
 
 
 @pytest.mark.slow
@@ -32,7 +32,7 @@ def test_the_temporary_folder_may_have_any_name(name: str, tmp_path: Path, monke
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     x = torch.randn(3, requires_grad=True)
 
-    with backhaul.connect(silence_s=QUIET_S, strict=True) as session:
+    with backhaul.connect(strict=True, settings=QUIET) as session:
         session.checkpoint(torch.sin, x).sum().backward()
 
     assert list(folder.iterdir()) == []
@@ -53,7 +53,7 @@ def test_a_started_worker_that_does_not_answer_is_not_to_be_started(monkeypatch:
     address = socket_address(f"{tempfile.mkdtemp()}/nobody.sock")
     monkeypatch.setattr(EmbeddedWorker, "ensure", lambda _: address)
     with pytest.raises(ConnectError, match="that connect.. has started does not answer") as caught:
-        backhaul.connect(connect_timeout_s=0.1)
+        backhaul.connect(settings=backhaul.Settings(connect_timeout_s=0.1))
     assert "without an address" not in str(caught.value)
     Path(address.unix_path).parent.rmdir()
 

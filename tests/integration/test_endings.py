@@ -30,7 +30,7 @@ from backhaul_runtime.tensors.buffer_pool import BufferPool
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES, Outbox, Region, make_memory
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, settle, wait_until
 from support.bits import grad_of
 from support.flips import on_every_channel
 from support.processes import WorkerProcess
@@ -227,7 +227,7 @@ def test_a_release_that_was_damaged_is_sent_again(worker: WorkerProcess) -> None
         damaged += 1
         return data[:-1] + bytes([data[-1] ^ 1])
 
-    with on_every_channel(damage), backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with on_every_channel(damage), backhaul.connect(worker.address, settings=QUIET) as session:
         session.checkpoint(torch.sin, torch.ones(4, requires_grad=True), returns="gradients").sum().backward()
         assert session.report().remote == 1
         wait_until(lambda: segments_of(session, worker) == 0, "the segment is released")

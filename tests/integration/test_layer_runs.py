@@ -77,7 +77,7 @@ def test_gradients_have_the_same_bits(worker: WorkerProcess, between: str, segme
     model = Model(between)
     other = deepcopy(model)
     plain = trained(other)
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=segment_layers)
         joined = trained(model)
         calls = session.report().segments[0].calls
@@ -89,7 +89,7 @@ def test_gradients_have_the_same_bits(worker: WorkerProcess, between: str, segme
 
 def test_a_run_is_one_call(worker: WorkerProcess) -> None:
     model = Model()
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=3)
         trained(model, steps=2)
         (segment,) = session.report().segments
@@ -100,7 +100,7 @@ def test_a_run_is_one_call(worker: WorkerProcess) -> None:
 
 def test_a_value_inside_a_segment_cannot_be_used_outside(worker: WorkerProcess) -> None:
     model = Model("list")
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=5)
         trained(model, steps=1)
         with pytest.raises(RuntimeError, match="segment_layers=1"):
@@ -117,7 +117,7 @@ def test_layers_that_return_something_else_stay_alone(worker: WorkerProcess) -> 
             return (self.linear(x),)
 
     layers = nn.ModuleList(Pair() for _ in range(3))
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(layers, Pair, segment_layers=3)
         for _ in range(2):
             x = torch.ones(2, 4)
@@ -130,7 +130,7 @@ def test_layers_that_return_something_else_stay_alone(worker: WorkerProcess) -> 
 def test_the_last_layers_can_stay_without_checkpointing(worker: WorkerProcess) -> None:
     model = Model()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, kept_layers=2)
         kept = trained(model)
         assert session.report().segments[0].calls == 3 * 3
@@ -140,7 +140,7 @@ def test_the_last_layers_can_stay_without_checkpointing(worker: WorkerProcess) -
 def test_copies_and_unwrapped_models_work(worker: WorkerProcess) -> None:
     model = Model()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=2)
         copied = deepcopy(model)
         assert all(map(torch.equal, trained(copied), plain))
@@ -154,7 +154,7 @@ def test_copies_and_unwrapped_models_work(worker: WorkerProcess) -> None:
 
 def test_without_gradients_each_layer_runs_at_once(worker: WorkerProcess) -> None:
     model = Model()
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=5)
         trained(model, steps=2)
         model.eval()
@@ -175,7 +175,7 @@ def test_layers_under_different_settings_are_not_joined(worker: WorkerProcess) -
 
     model = Mixed()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=5)
         joined = trained(model)
         assert session.report().segments[0].calls == 5 + 2 + 2
@@ -203,7 +203,7 @@ def test_a_change_between_joined_layers_is_an_error(what: str, worker: WorkerPro
             return x.sum()
 
     model = Changing()
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Layer, segment_layers=5)
         model(torch.randn(4, 8, requires_grad=True))
         with pytest.raises(RuntimeError, match="segment_layers=1"):
@@ -235,6 +235,6 @@ def test_layers_that_set_attributes_stay_alone(worker: WorkerProcess) -> None:
 
     model = Summing()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
         session.wrap(model, Noting, segment_layers=3)
         assert all(map(torch.equal, trained(model), plain))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import SettingError
 from backhaul_lab.harness.link_proxy import LinkProxy
-from conftest import QUIET_S, wait_until
+from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.lanes import OVER_TCP, connected, connection_of, counted, joined
 from support.processes import WorkerProcess, open_files
@@ -99,7 +99,7 @@ def test_differences_go_beside_stripes(worker: WorkerProcess) -> None:
 
 @pytest.mark.parametrize("options", [{}, OVER_TCP], ids=["shared memory", "TCP"])
 def test_a_worker_on_this_machine_gets_one_connection(options: dict[str, Any], worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, **options) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(**options)) as session:
         choice = connection_of(session).lanes.choice
         wait_until(lambda: choice.is_settled, "a round trip is short enough")  # each keep-alive measures one
         assert choice.count == 1
@@ -114,7 +114,7 @@ def test_a_distant_worker_is_tried_with_more_than_one(worker: WorkerProcess) -> 
 
     with (
         LinkProxy(worker.address, latency_s=0.01, window_bytes=256 << 10) as proxy,
-        backhaul.connect(proxy.address, silence_s=QUIET_S, **OVER_TCP) as session,
+        backhaul.connect(proxy.address, settings=quiet(**OVER_TCP)) as session,
     ):
         lanes = connection_of(session).lanes
         assert lanes.choice.count == 1
@@ -139,6 +139,6 @@ def test_lanes_end_with_their_session(worker: WorkerProcess) -> None:
 
 def test_the_number_is_checked() -> None:
     with pytest.raises(SettingError, match="connections=9 must be at most 8"):
-        backhaul.connect("localhost:1", connections=9)
+        backhaul.connect("localhost:1", settings=backhaul.Settings(connections=9))
     with pytest.raises(SettingError, match="connections=-1 must not be negative"):
-        backhaul.connect("localhost:1", connections=-1)
+        backhaul.connect("localhost:1", settings=backhaul.Settings(connections=-1))

@@ -23,7 +23,7 @@ import backhaul
 from backhaul import Session
 from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, quiet, settle, wait_until
 from support.processes import WorkerProcess
 from support.wire import Services
 
@@ -73,8 +73,8 @@ def train(session: Session, calls: int = 4) -> None:
 def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
     with WorkerProcess("--memory", "1GiB") as worker:
         with (
-            backhaul.connect(worker.address, silence_s=QUIET_S) as one,
-            backhaul.connect(worker.address, silence_s=QUIET_S) as other,
+            backhaul.connect(worker.address, settings=QUIET) as one,
+            backhaul.connect(worker.address, settings=QUIET) as other,
             ThreadPoolExecutor(2) as pool,
         ):
             list(pool.map(train, [one, other]))
@@ -89,7 +89,7 @@ def test_a_worker_logs_json_under_load_with_the_trainers_session() -> None:
 @pytest.mark.slow
 def test_an_error_is_one_line_that_says_of_which_segment() -> None:
     with WorkerProcess("--memory", "1GiB", program=("-c", FAILING)) as worker:
-        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        with backhaul.connect(worker.address, settings=QUIET) as session:
             train(session, calls=1)
             assert session.report().fallbacks == 1
         (line,) = named(lines(worker.end()), "A request failed")
@@ -101,7 +101,7 @@ def test_an_error_is_one_line_that_says_of_which_segment() -> None:
 def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
     with WorkerProcess("--memory", "1GiB", environment={"BACKHAUL_LOG_LEVEL": "debug"}) as worker:
         with (
-            backhaul.connect(worker.address, silence_s=QUIET_S) as session,
+            backhaul.connect(worker.address, settings=QUIET) as session,
             grpc.insecure_channel(worker.address) as wire,
         ):
             settle(session)
@@ -125,7 +125,7 @@ def test_no_token_is_logged_however_much_else_is(tmp_path: Path, caplog: pytest.
     caplog.set_level(logging.DEBUG)
     settings = {"BACKHAUL_LOG_LEVEL": "debug", "BACKHAUL_WORKER_TOKEN_FILE": str(right)}
     with WorkerProcess("--memory", "1GiB", environment=settings) as worker:
-        with backhaul.connect(worker.address, token_file=str(right), silence_s=QUIET_S) as session:
+        with backhaul.connect(worker.address, token_file=str(right), settings=QUIET) as session:
             train(session, calls=1)
             assert session.report().remote == 1
         with pytest.raises(backhaul.CredentialError):
@@ -211,7 +211,7 @@ def test_the_trainers_log_says_which_session_segment_and_step(
 @pytest.mark.slow
 def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "backhaul")
-    with backhaul.connect(silence_s=QUIET_S) as session:
+    with backhaul.connect(settings=QUIET) as session:
         wait_until(lambda: "opened a session" in caplog.text, "its line has come")
     (record,) = [record for record in caplog.records if "opened a session" in record.getMessage()]
     assert (record.name, record.levelname) == ("backhaul.worker", "INFO")
@@ -222,7 +222,7 @@ def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCapt
 def test_an_embedded_worker_has_its_settings_from_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_WORKER_MEMORY", "lots")
     monkeypatch.setenv("BACKHAUL_LOG_FORMAT", "xml")
-    with backhaul.connect(silence_s=QUIET_S, memory_bytes=1 << 30) as session:
+    with backhaul.connect(settings=quiet(memory_bytes=1 << 30)) as session:
         train(session, calls=1)
         assert session.report().remote == 1
 

@@ -79,7 +79,7 @@ def test_a_session_trains_by_its_plan(worker: WorkerProcess, output: Path) -> No
     assert tomllib.loads(output.read_text())["prediction"]["peak_bytes"] == (1 << 20) + (1 << 10)
     assert "session.accumulate()" in text.advice(plan, output)
     model, x = plain(layers=5)
-    with backhaul.connect(plan=output, silence_s=240) as session:
+    with backhaul.connect(plan=output, settings=backhaul.Settings(silence_s=240)) as session:
         assert (session.workers, session.config.local) == (worker.address, "keep")
         session.wrap(model, Layer)
         for _ in range(2):
@@ -94,7 +94,7 @@ def test_a_session_trains_by_its_plan(worker: WorkerProcess, output: Path) -> No
 
 def test_the_settings_of_a_plan_reach_backhaul_wrap(worker: WorkerProcess) -> None:
     model, x = plain(layers=4)
-    with backhaul.connect(worker.address, segment_layers=4, silence_s=240) as session:
+    with backhaul.connect(worker.address, settings=backhaul.Settings(segment_layers=4, silence_s=240)) as session:
         backhaul.wrap(model, Layer)
         for _ in range(2):
             model(x).sum().backward()

@@ -10,7 +10,7 @@ import pytest
 import backhaul
 from backhaul_runtime.process.credentials import make_token
 from backhaul_server.commands import certificates
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, wait_until
 from integration.test_discovery import Training
 from integration.test_tls import options_of
 from support.bits import differing, plainly
@@ -57,7 +57,7 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(tmp_path: Path, monkey
         ):
             backhaul.connect("ray:large")
         with backhaul.connect(
-            "ray:small", token_file=str(token), tls=str(tmp_path / "tls" / "trainer"), silence_s=QUIET_S
+            "ray:small", token_file=str(token), tls=str(tmp_path / "tls" / "trainer"), settings=QUIET
         ) as session:
 
             def are_up(count: int) -> None:

@@ -22,13 +22,13 @@ import backhaul
 from backhaul import ConnectError, Decision, NotRemoteError, ProtocolVersionError, Session
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, quiet, settle, wait_until
 from numerics.cases import blocks, stack
 from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.processes import WorkerProcess, in_order
 from support.wire import Services, serve
 
-connect = partial(backhaul.connect, silence_s=QUIET_S)
+connect = partial(backhaul.connect, settings=QUIET)
 
 
 def compared(session: Session, returns: str = "auto") -> None:
@@ -38,7 +38,7 @@ def compared(session: Session, returns: str = "auto") -> None:
 
 @pytest.mark.slow
 def test_an_embedded_worker_needs_no_address() -> None:
-    with connect(memory_bytes=1 << 30) as session:
+    with connect(settings=quiet(memory_bytes=1 << 30)) as session:
         assert session.workers.startswith("unix:")
         assert backhaul.current_session() is session
         compared(session)
@@ -58,6 +58,15 @@ def test_module_level_functions_use_the_current_session(worker: WorkerProcess) -
         model = backhaul.wrap(nn.Sequential(nn.Linear(3, 3)), nn.Linear)
         model(x).sum().backward()
         assert session.report().remote == 4
+
+
+def test_an_argument_of_a_call_goes_before_the_settings_of_the_session(worker: WorkerProcess) -> None:
+    def wrapped(**arguments: Any) -> int:
+        model = session.wrap(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear, **arguments)
+        return sum(isinstance(module, backhaul.SegmentModule) for module in model.modules())
+
+    with connect(worker.address, settings=quiet(kept_layers=1)) as session:
+        assert (wrapped(), wrapped(kept_layers=0)) == (1, 2)
 
 
 @pytest.mark.parametrize("own", [{"strict": True}, {"returns": "loss"}, {"durability": 3}])

@@ -18,7 +18,7 @@ import backhaul
 from backhaul import Decision, Session, unwrap
 from backhaul._worker_client.upload.segment_sender import SegmentSender
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
-from conftest import QUIET_S, RETURNS, settle
+from conftest import QUIET, RETURNS, quiet, settle
 from support.bits import differing, grad_of
 from support.processes import WorkerProcess
 
@@ -143,7 +143,7 @@ def test_weights_that_are_freed_before_they_are_sent(
         send(self, save)
 
     monkeypatch.setattr(SegmentSender, "send", late)
-    with backhaul.connect(worker.address, silence_s=QUIET_S, inflight_boundaries=BLOCKS, strict=True) as session:
+    with backhaul.connect(worker.address, strict=True, settings=quiet(inflight_boundaries=BLOCKS)) as session:
         ours = trained(lambda: build(session, session.checkpoint), 1, may_send.set)
         assert session.report().remote == 2 * BLOCKS
     assert differing(ours, trained(lambda: shard(Net()), 1)) == []
@@ -187,7 +187,7 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
 
 
 def test_without_its_worker_a_sharded_segment_is_recomputed_here(alone: None, own_worker: WorkerProcess) -> None:
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(own_worker.address, settings=QUIET) as session:
         ours = trained(lambda: called(session, session.checkpoint), 1, own_worker.kill)
         assert session.report().fallbacks == 2 * BLOCKS
     assert differing(ours, trained(lambda: shard(Net()), 1)) == []

@@ -19,7 +19,7 @@ import backhaul
 from backhaul import Session
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, quiet, settle, wait_until
 from support.bits import Checkpoint, plainly
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
@@ -98,7 +98,7 @@ def test_gradients_through_shared_memory(session: Session, worker: WorkerProcess
 
 @pytest.mark.slow
 def test_a_session_that_ends_leaves_no_memory(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         share(session)
         gradients(session.checkpoint)
         assert opened(worker.pid) != []
@@ -113,7 +113,7 @@ def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
     flags = ["--no-shared-memory", "--no-unix-socket"] if side == "worker" else []
     options: dict[str, Any] = {"shared_memory": False, "unix_socket": False} if side == "trainer" else {}
     with WorkerProcess(*flags) as worker:
-        with backhaul.connect(worker.address, silence_s=QUIET_S, **options) as session:
+        with backhaul.connect(worker.address, settings=quiet(**options)) as session:
             assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
             assert session.report().fallbacks == 0
             assert not session._workers[0].connection._has_switched
@@ -123,7 +123,10 @@ def test_off_with_one_flag_each(side: str, sockets: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_goes_on_over_the_workers_socket_and_back_where_that_is_gone(sockets: Path) -> None:
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=1.0) as session:
+    with (
+        WorkerProcess() as worker,
+        backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=1.0)) as session,
+    ):
         connection = session._workers[0].connection
         assert connection._has_switched
         for path in sockets.rglob("*.sock"):
@@ -141,14 +144,14 @@ def test_a_token_is_not_shown_to_a_socket_that_others_could_have_made(sockets: P
     with WorkerProcess() as worker:
         (directory,) = sockets.iterdir()
         directory.chmod(0o755)
-        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        with backhaul.connect(worker.address, settings=QUIET) as session:
             assert not session._workers[0].connection._has_switched
 
 
 @pytest.mark.slow
 def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
     (sockets / f"backhaul-{os.geteuid()}").touch()
-    with WorkerProcess() as worker, backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with WorkerProcess() as worker, backhaul.connect(worker.address, settings=QUIET) as session:
         assert "Trainers on this machine are offered no Unix socket or shared memory" in worker.logged()
         assert session._workers[0].connection._memory is None
         assert all(map(torch.equal, gradients(session.checkpoint), gradients(plainly)))
@@ -156,7 +159,7 @@ def test_a_worker_that_can_have_no_sockets_offers_none(sockets: Path) -> None:
 
 
 def test_what_is_behind_a_proxy_stays_there(worker: WorkerProcess) -> None:
-    with SlowProxy(worker.address, 0.0) as proxy, backhaul.connect(proxy.address, silence_s=QUIET_S) as session:
+    with SlowProxy(worker.address, 0.0) as proxy, backhaul.connect(proxy.address, settings=QUIET) as session:
         settle(session)
         assert not session._workers[0].connection._has_switched
         assert session._workers[0].connection._memory is None
@@ -204,7 +207,7 @@ def test_what_no_trainer_says_ends_no_more_than_its_own_sharing(said: bytes, ses
 
 @pytest.mark.slow
 def test_a_worker_that_is_killed_leaves_nothing(sockets: Path) -> None:
-    with backhaul.connect(silence_s=QUIET_S, memory_bytes=2 << 30) as session:
+    with backhaul.connect(settings=quiet(memory_bytes=2 << 30)) as session:
         assert session._embedded is not None
         share(session)
         kept: list[Tensor] = []
@@ -241,7 +244,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(sockets: Path) -> None:
         "import backhaul, os, signal, sys, torch\n"
         "sys.path.insert(0, os.environ['TESTS'])\n"
         "from integration.test_shared_memory import gradients, share\n"
-        "session = backhaul.connect(sys.argv[1], silence_s=240)\n"
+        "session = backhaul.connect(sys.argv[1], settings=backhaul.Settings(silence_s=240))\n"
         "share(session)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -9,7 +9,7 @@ from backhaul import Session
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.version import version
-from conftest import QUIET_S, settle, wait_until
+from conftest import QUIET, quiet, settle, wait_until
 from support.calls import TimesOne
 from support.processes import WorkerProcess
 
@@ -144,14 +144,14 @@ def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, wo
 
 
 def test_without_telemetry_nothing_is_told(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, telemetry=False, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=quiet(telemetry=False)) as session:
         train(session, 2)
         session.step(1.0)
     assert reports_of(session, worker) == []
 
 
 def test_a_worker_that_is_gone_takes_no_telemetry_and_holds_nobody_up(own_worker: WorkerProcess) -> None:
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(own_worker.address, settings=QUIET) as session:
         train(session, 1)
         own_worker.kill()
         train(session, 2)

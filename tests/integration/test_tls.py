@@ -20,7 +20,7 @@ import backhaul
 from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_server.commands import certificates
-from conftest import QUIET_S, wait_until
+from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.dashboards import Dashboard
 from support.lanes import connected, counted
@@ -81,7 +81,7 @@ def why_not(worker: Secured, tls: Path | None, **options: Any) -> str:
     settings: dict[str, Any] = {
         "tls": "" if tls is None else str(tls),
         "token_file": worker.token_file,
-        "connect_timeout_s": 5.0,
+        "settings": backhaul.Settings(connect_timeout_s=5.0),
     }
     with pytest.raises((backhaul.ConnectError, backhaul.CredentialError)) as caught:
         backhaul.connect(worker.process.address, **(settings | options))
@@ -96,9 +96,7 @@ def test_training_over_tls(secured: Secured, made: Path, host: str, is_beside: b
         f"{host}:{secured.process.address.rpartition(':')[2]}",
         tls=str(made / "trainer"),
         token_file=secured.token_file,
-        unix_socket=is_beside,
-        shared_memory=is_beside,
-        silence_s=QUIET_S,
+        settings=quiet(unix_socket=is_beside, shared_memory=is_beside),
     ) as session:
         assert differing(gradients(session.checkpoint), gradients(plainly)) == []
         assert (session.report().remote, session.report().fallbacks) == (3, 0)
@@ -207,13 +205,13 @@ def test_a_worker_under_another_name_is_refused(made: Path, tmp_path: Path) -> N
         WorkerProcess(*options_of(elsewhere / "worker")) as worker,
         pytest.raises(backhaul.ConnectError, match=r"its certificate is refused: .*127\.0\.0\.1"),
     ):
-        backhaul.connect(worker.address, tls=str(made / "trainer"), connect_timeout_s=5.0)
+        backhaul.connect(worker.address, tls=str(made / "trainer"), settings=backhaul.Settings(connect_timeout_s=5.0))
 
 
 @pytest.mark.slow
 def test_a_worker_without_tls_says_so(worker: WorkerProcess, made: Path) -> None:
     with pytest.raises(backhaul.ConnectError, match="it does not speak TLS"):
-        backhaul.connect(worker.address, tls=str(made / "trainer"), connect_timeout_s=5.0)
+        backhaul.connect(worker.address, tls=str(made / "trainer"), settings=backhaul.Settings(connect_timeout_s=5.0))
     with pytest.raises(backhaul.SettingError, match=r"can't be read: .*backhaul certificates"):
         backhaul.connect(worker.address, tls="/nowhere")
 
@@ -227,7 +225,9 @@ def test_files_that_are_replaced_are_used_without_a_restart(tmp_path: Path) -> N
     def connects(authority: str) -> bool:
         tls = str(tmp_path / authority / "trainer")
         try:
-            backhaul.connect(worker.address, tls=tls, connect_timeout_s=5.0, unix_socket=False).close()
+            backhaul.connect(
+                worker.address, tls=tls, settings=backhaul.Settings(connect_timeout_s=5.0, unix_socket=False)
+            ).close()
         except backhaul.ConnectError:
             return False
         return True

@@ -25,7 +25,8 @@ trace.set_tracer_provider(provider)
 block = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(block.parameters())
 for telemetry in (True, False):
-    with backhaul.connect(sys.argv[1], traces=True, telemetry=telemetry, silence_s=240) as session:
+    settings = backhaul.Settings(traces=True, telemetry=telemetry, silence_s=240)
+    with backhaul.connect(sys.argv[1], settings=settings) as session:
         for _ in range(2):
             with trace.get_tracer("mine").start_as_current_span("batch"):
                 session.checkpoint(block, torch.randn(2, 8), returns="gradients").sum().backward()

@@ -18,7 +18,7 @@ from backhaul._accumulate.plan import Shares
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
 from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.processes import WorkerProcess
 
@@ -35,7 +35,7 @@ def share(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 
 @pytest.fixture
 def session(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         yield session
     wait_until(lambda: worker.telemetry().memory.result_bytes == 0, "nothing is kept")
 

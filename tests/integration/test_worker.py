@@ -18,7 +18,7 @@ from torch import nn
 import backhaul
 from backhaul import ConnectError
 from backhaul_runtime.version import version
-from conftest import QUIET_S, wait_until
+from conftest import QUIET, quiet, wait_until
 from support.bits import grad_of
 from support.nursery import run
 from support.processes import WorkerProcess, is_running
@@ -72,7 +72,7 @@ def test_a_socket_belongs_to_one_worker_and_goes_with_it(tmp_path: Path) -> None
     with WorkerProcess(listen=f"unix:{path}"):
         process = run("worker", "--listen", f"unix:{path}")
         assert (process.returncode, process.stderr) == (2, f"backhaul worker: another worker listens on {path}\n")
-        with backhaul.connect(f"unix:{path}", silence_s=QUIET_S) as session:
+        with backhaul.connect(f"unix:{path}", settings=QUIET) as session:
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
             assert session.report().remote == 1
     assert list(tmp_path.iterdir()) == []
@@ -113,7 +113,7 @@ def test_sigterm_finishes_what_is_in_flight_and_ends_idle_streams() -> None:
         health: Any = health_pb2_grpc.HealthStub(channel)
         statuses = health.Watch(health_pb2.HealthCheckRequest())
         assert next(statuses).status == health_pb2.HealthCheckResponse.SERVING
-        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        with backhaul.connect(worker.address, settings=QUIET) as session:
             block, x = nn.Linear(1500, 1500), torch.randn(1500, 1500, requires_grad=True)
             y = session.checkpoint(lambda x: block(block(block(x))), x, returns="gradients")
             expected = torch.autograd.grad(block(block(block(x))).sum(), x)[0]
@@ -152,7 +152,7 @@ def test_a_worker_that_dies_is_started_again_at_the_same_address() -> None:
         os.kill(first, signal.SIGSEGV)
         serving_again(worker, first)
         assert worker.telemetry().epoch != epoch
-        with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+        with backhaul.connect(worker.address, settings=QUIET) as session:
             session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns="gradients").sum().backward()
             assert session.report().remote == 1
         second = worker.serving()
@@ -187,7 +187,7 @@ def test_memory_that_a_step_freed_is_kept_until_the_last_trainer_has_gone(own_wo
         return x
 
     before, saved_bytes = resident(), 8 * (16 << 20)
-    with backhaul.connect(own_worker.address, silence_s=QUIET_S, shared_memory=False) as session:
+    with backhaul.connect(own_worker.address, settings=quiet(shared_memory=False)) as session:
         session.checkpoint(sines, torch.randn(4 << 20, requires_grad=True), returns="gradients").sum().backward()
         assert session.report().fallbacks == 0
         assert resident() > before + saved_bytes
@@ -226,7 +226,7 @@ def test_nobody_there_is_said_with_what_to_start() -> None:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConnectError, match=f"backhaul worker --listen {address}") as caught:
-            backhaul.connect(address, connect_timeout_s=2)
+            backhaul.connect(address, settings=backhaul.Settings(connect_timeout_s=2))
     assert vars(caught.value)["address"] == address
     assert isinstance(caught.value, ConnectionError)
 
@@ -239,5 +239,5 @@ def test_a_server_of_another_kind_is_said_to_be_one() -> None:
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         with pytest.raises(ConnectError, match="not a Backhaul worker"):
-            backhaul.connect(f"127.0.0.1:{port}", connect_timeout_s=5)
+            backhaul.connect(f"127.0.0.1:{port}", settings=backhaul.Settings(connect_timeout_s=5))
         server.stop(None).wait()

@@ -24,7 +24,9 @@ def test_a_worker_counts_the_time_that_it_computes_and_what_differences_spare() 
         assert idle.clock_s > 1.7e9
         layer = torch.nn.Linear(512, 512)
         optimizer = torch.optim.SGD(layer.parameters(), lr=1e-6)
-        with backhaul.connect(worker.address, compression="on", shared_memory=False) as session:
+        with backhaul.connect(
+            worker.address, settings=backhaul.Settings(compression="on", shared_memory=False)
+        ) as session:
             for _ in range(3):
                 x = torch.randn(8, 512, requires_grad=True)
                 session.checkpoint(layer, x, returns="gradients").sum().backward()

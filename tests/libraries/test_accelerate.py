@@ -15,7 +15,7 @@ accelerate = pytest.importorskip("accelerate")
 
 from backhaul.integrations.accelerate import enable  # noqa: E402
 
-QUIET_S = 240.0
+QUIET = backhaul.Settings(silence_s=240.0)
 BACKWARD = torch.autograd.backward
 MICRO_BATCHES = 11  # the last step of an epoch has three
 
@@ -36,7 +36,7 @@ def trained(address: str | None, kind: str, steps: int = 4) -> list[Tensor]:
     )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     accelerator: Any = accelerate.Accelerator(gradient_accumulation_steps=steps, cpu=True)
-    session = enable(accelerator, model, address, layers=Block, silence_s=QUIET_S) if address else None
+    session = enable(accelerator, model, address, layers=Block, settings=QUIET) if address else None
     rows: Any = torch.randn(2 * MICRO_BATCHES, 8)
     loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -81,7 +81,7 @@ def test_gradients_of_steps(worker: WorkerProcess, kind: str, steps: int) -> Non
 def test_an_error_in_backward_is_not_overlooked(worker: WorkerProcess) -> None:
     accelerator: Any = accelerate.Accelerator(gradient_accumulation_steps=4, cpu=True)
     model = nn.Sequential(nn.Linear(8, 8), Block(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 8))
-    session = enable(accelerator, model, worker.address, layers=Block, silence_s=QUIET_S)
+    session = enable(accelerator, model, worker.address, layers=Block, settings=QUIET)
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.randn(2, 8)).sum())
     with pytest.raises(backhaul.AccumulationError, match="incomplete"), suppress(ArithmeticError):  # noqa: SIM117

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Decision, Session
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import same_bits
 from support.processes import WorkerProcess
 
@@ -40,7 +40,7 @@ def operators() -> Iterator[WorkerProcess]:
 @pytest.fixture
 def allowed(operators: WorkerProcess) -> Iterator[Session]:
     """A session on that worker."""
-    with backhaul.connect(operators.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(operators.address, settings=QUIET) as session:
         yield session
 
 
@@ -147,7 +147,7 @@ def test_a_worker_that_is_lost_costs_nothing_but_time() -> None:
     model = qlora(4)
     with (
         WorkerProcess("--memory", "1GiB", "--allow", "bitsandbytes") as process,
-        backhaul.connect(process.address, silence_s=QUIET_S) as session,
+        backhaul.connect(process.address, settings=QUIET) as session,
     ):
         torch.manual_seed(5)
         tokens = torch.randint(0, 128, (2, 16))
@@ -205,7 +205,7 @@ def test_a_worker_fetches_no_kernels(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path), "FETCHED": str(tmp_path / "fetched")}
     with (
         WorkerProcess("--memory", "1GiB", "--allow", "bitsandbytes", environment=environment) as process,
-        backhaul.connect(process.address, silence_s=QUIET_S) as session,
+        backhaul.connect(process.address, settings=QUIET) as session,
     ):
         same_bits(trained(qlora(4), session), trained(qlora(4), None))
         assert session.report().remote == 4 * STEPS

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backhaul import Settings
 from support.libraries import assert_equal_states, assert_trains_equally, example
 from support.processes import WorkerProcess
 
@@ -14,7 +15,7 @@ lightning = pytest.importorskip("lightning")
 
 from backhaul.integrations.lightning import LightningCallback  # noqa: E402
 
-QUIET_S = 240.0
+QUIET = Settings(silence_s=240.0)
 BACKWARD = torch.autograd.backward
 
 
@@ -86,7 +87,7 @@ def trained(callbacks: list[Any], folder: Path, kind: str, steps: int) -> Any:
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("kind", ["plain", "a skipped micro-batch", "an error", "manual"])
 def test_gradients_of_steps(worker: WorkerProcess, tmp_path: Path, kind: str, steps: int) -> None:
-    callback = LightningCallback(worker.address, layers=nn.TransformerEncoderLayer, silence_s=QUIET_S)
+    callback = LightningCallback(worker.address, layers=nn.TransformerEncoderLayer, settings=QUIET)
     expected, actual = (trained(callbacks, tmp_path, kind, steps) for callbacks in ([], [callback]))
     assert len(expected.gradients) == len(actual.gradients)
     assert all(map(torch.equal, expected.gradients, actual.gradients))

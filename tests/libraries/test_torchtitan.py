@@ -62,7 +62,7 @@ def test_compiling_a_block_is_an_error(on_cpu: ModuleType, worker: WorkerProcess
 def test_parts_of_a_pipeline_share_a_session(on_cpu: ModuleType, worker: WorkerProcess) -> None:
     from backhaul.integrations.torchtitan import BackhaulAC
 
-    config = BackhaulAC.Config(worker=worker.address, settings={"silence_s": 60.0})
+    config = BackhaulAC.Config(worker=worker.address, arguments={"settings": backhaul.Settings(silence_s=60.0)})
     first, second = config.build(), config.build()
     assert first.session is second.session
     first.session.close()

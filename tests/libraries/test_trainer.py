@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from backhaul.integrations.transformers import BackhaulCallback  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
-QUIET_S = 240.0
+QUIET = backhaul.Settings(silence_s=240.0)
 BACKWARD = torch.autograd.backward
 
 
@@ -130,7 +130,7 @@ def compared(
     others: Callable[[], list[Any]] = settings.pop("others", list)
     build: Callable[[], nn.Module | None] = settings.pop("build", lambda: None)
     fewest_steps = settings.pop("fewest_steps", 4)
-    callback = BackhaulCallback(worker.address, silence_s=QUIET_S, **own)
+    callback = BackhaulCallback(worker.address, settings=QUIET, **own)
     trainers = [
         trainer_of(tmp_path / folder, [*others(), *callbacks], model=build(), **settings)
         for folder, callbacks in (("without", []), ("with", [callback]))
@@ -167,7 +167,7 @@ def test_gradients_with_evaluations_and_a_resumed_training(
     assert "training_step" not in vars(trainer)
     assert (callback.report().block is not None) == (steps == 4)
 
-    resumed_by = BackhaulCallback(worker.address, silence_s=QUIET_S)
+    resumed_by = BackhaulCallback(worker.address, settings=QUIET)
     resumed = trainer_of(tmp_path / "with", [resumed_by], **settings)
     torch.manual_seed(3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "with/checkpoint-3"))
@@ -376,7 +376,7 @@ def model_that_stays() -> LlamaForCausalLM:
 
 
 def test_an_error_at_the_start_if_nothing_can_travel(worker: WorkerProcess, tmp_path: Path) -> None:
-    callback = BackhaulCallback(worker.address, silence_s=QUIET_S)
+    callback = BackhaulCallback(worker.address, settings=QUIET)
     trainer = trainer_of(tmp_path, [callback], model=model_that_stays())
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     with pytest.raises(backhaul.NotRemoteError, match="no part of LlamaForCausalLM .*3 of 3 segments: .*Scale"):
@@ -387,7 +387,7 @@ def test_an_error_at_the_start_if_nothing_can_travel(worker: WorkerProcess, tmp_
 
 
 def test_training_goes_on_with_a_warning_if_that_is_wanted(worker: WorkerProcess, tmp_path: Path) -> None:
-    callback = BackhaulCallback(worker.address, silence_s=QUIET_S, if_nothing_travels="warn")
+    callback = BackhaulCallback(worker.address, if_nothing_travels="warn", settings=QUIET)
     trainers = [trainer_of(tmp_path, callbacks, model=model_that_stays()) for callbacks in ([], [callback])]
     for trainer in trainers:
         torch.manual_seed(3)
@@ -426,8 +426,13 @@ def test_a_model_without_checkpointing_of_its_own(worker: WorkerProcess, tmp_pat
         trainer_of(tmp_path, [BackhaulCallback(worker.address)], model=blocks()).train()
 
 
+def test_an_unknown_argument_is_an_error_before_the_training() -> None:
+    with pytest.raises(TypeError, match="'silence_s': it is a field of Settings"):
+        BackhaulCallback("nowhere:1", silence_s=60)
+
+
 def test_a_given_session_stays_open(worker: WorkerProcess, tmp_path: Path) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         trainer = trainer_of(tmp_path, [], max_steps=1)
         trainer.add_callback(BackhaulCallback(session=session))
         trainer.train()
@@ -446,7 +451,7 @@ def test_a_smaller_batch_after_too_little_memory(worker: WorkerProcess, tmp_path
                 raise RuntimeError("CUDA out of memory.")
             return loss
 
-    callback = BackhaulCallback(worker.address, silence_s=QUIET_S)
+    callback = BackhaulCallback(worker.address, settings=QUIET)
     trainers = []
     for callbacks in ([], [callback]):
         trainer = trainer_of(tmp_path, callbacks, Tight, auto_find_batch_size=True)

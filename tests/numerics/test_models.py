@@ -14,7 +14,7 @@ import backhaul
 from backhaul import Decision, Session
 from backhaul._accumulate.plan import Shares
 from backhaul._config import Boundaries, Local
-from conftest import QUIET_S
+from conftest import quiet
 from numerics.models import FAMILIES, Family
 from support.bits import differing, plainly, seed_generators, train
 from support.processes import WorkerProcess
@@ -170,7 +170,7 @@ def test_model_in_a_block(name: str, worker: WorkerProcess, monkeypatch: pytest.
         monkeypatch.setattr(Shares, "last_segments", lambda self, number, *_, last=last: last if number > 5 else 0)
         expected = _block_of(FAMILIES[name], micro_batches, None, local)
         for boundaries in BOUNDARIES:
-            with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
+            with backhaul.connect(worker.address, settings=quiet(boundaries=boundaries)) as session:
                 ours = _block_of(FAMILIES[name], micro_batches, session, local)
                 assert session.report().fallbacks == 0, session.report()
             assert differing(ours, expected) == [], (micro_batches, boundaries)

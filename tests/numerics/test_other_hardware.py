@@ -18,7 +18,7 @@ from backhaul._backward.value_check import Recomputed, check_recomputed
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.random_projection import project
-from conftest import QUIET_S, RETURNS, wait_until
+from conftest import QUIET, RETURNS, wait_until
 from numerics.cases import CASES, WIDTH, Case
 from support.bits import Checkpoint, differing, grad_of, plainly, train
 from support.loopback import Loopback
@@ -83,7 +83,7 @@ def one_step(case: Case, checkpoint: Checkpoint) -> list[Tensor | None]:
 def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: WorkerProcess) -> None:
     case = CASES[name]
     expected = one_step(case, plainly)
-    with backhaul.connect(other.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(other.address, settings=QUIET) as session:
         ours = one_step(case, partial(session.checkpoint, returns=returns))
         report = session.report()
     assert differing(ours[:1], expected[:1]) == []  # forward is the trainer's own
@@ -94,7 +94,7 @@ def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: W
 
 @pytest.mark.slow
 def test_drift_is_measured_and_shown(other: WorkerProcess) -> None:
-    with backhaul.connect(other.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(other.address, settings=QUIET) as session:
         one_step(CASES["shared states and weights"], session.checkpoint)
         one_step(CASES["convolutions and norms"], session.checkpoint)
         drift = session.report().drift
@@ -107,7 +107,7 @@ def test_drift_is_measured_and_shown(other: WorkerProcess) -> None:
 def test_exact_numerics_stay_on_the_trainer(returns: str, other: WorkerProcess) -> None:
     expected = one_step(CASES["stack"], plainly)
     with pytest.warns(backhaul.NotRemoteWarning, match='every segment.*Drop numerics="exact"'):
-        session = backhaul.connect(other.address, numerics="exact", silence_s=QUIET_S)
+        session = backhaul.connect(other.address, numerics="exact", settings=QUIET)
     with session:
         assert differing(one_step(CASES["stack"], partial(session.checkpoint, returns=returns)), expected) == []
         report = session.report()
@@ -119,7 +119,7 @@ def test_exact_numerics_stay_on_the_trainer(returns: str, other: WorkerProcess) 
 
 @pytest.mark.slow
 def test_it_is_said_once(other: WorkerProcess, caplog: pytest.LogCaptureFixture) -> None:
-    with backhaul.connect(other.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(other.address, settings=QUIET) as session:
         for _ in range(3):
             one_step(CASES["stack"], session.checkpoint)
     assert len([record for record in caplog.records if "other bits" in record.getMessage()]) == 1
@@ -226,7 +226,7 @@ def test_experts_stay_chosen_where_rounding_would_turn_them(
     choose: Any, returns: str, perturbed: WorkerProcess
 ) -> None:
     expected = route(choose, plainly)
-    with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(perturbed.address, settings=QUIET) as session:
         ours = route(choose, partial(session.checkpoint, returns=returns))
         report = session.report()
     assert distance(ours, expected) < NEAR
@@ -239,7 +239,7 @@ def test_experts_stay_chosen_where_rounding_would_turn_them(
 def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """So the test above could fail. What comes of it is seen, and the trainer's own gradient is taken."""
     expected = route(choose, plainly)
-    with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(perturbed.address, settings=QUIET) as session:
         worker, dispatcher = session._workers[0], session._dispatcher
         save = dispatcher.save
 
@@ -256,7 +256,7 @@ def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, mon
 
 def test_masks_travel_as_bits(perturbed: WorkerProcess) -> None:
     x = torch.randn(1 << 18, requires_grad=True)
-    with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(perturbed.address, settings=QUIET) as session:
         h = x * 1
         y = session.checkpoint(lambda h: F.dropout(h, 0.3).sin(), h, returns="gradients")
         y.sum().backward()
@@ -292,7 +292,7 @@ def test_ties_that_backward_decides_stay_here(fn: Callable[[Tensor], Tensor], pe
     x = torch.randint(-2, 3, (6, 8)).float().requires_grad_()
     weight = torch.eye(8)
     (expected,) = torch.autograd.grad(fn(F.linear(x, weight)).square().sum(), x)
-    with backhaul.connect(perturbed.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(perturbed.address, settings=QUIET) as session:
         y = session.checkpoint(lambda x: fn(F.linear(x, weight)), x)
         assert torch.equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
         (reason,) = session.report().segments[0].reasons

@@ -16,7 +16,7 @@ from torch.nn.functional import dropout
 import backhaul
 from backhaul import Session
 from backhaul._config import LOCALS, Boundaries
-from conftest import QUIET_S, wait_until
+from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly, seed_generators
 from support.processes import WorkerProcess
 
@@ -145,7 +145,7 @@ def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[
 
 
 def compare(worker: WorkerProcess, boundaries: Boundaries, seeds: range) -> None:
-    with backhaul.connect(worker.address, silence_s=QUIET_S, boundaries=boundaries) as session:
+    with backhaul.connect(worker.address, settings=quiet(boundaries=boundaries)) as session:
         for seed in seeds:
             expected = trained(seed, plainly, None)
             assert differing(trained(seed, session.checkpoint, session), expected) == [], f"seed {seed}"
@@ -169,7 +169,7 @@ def test_many_random_blocks(worker: WorkerProcess, boundaries: Boundaries) -> No
 @pytest.mark.timeout(3600)
 def test_two_hundred_workers_die_in_a_block() -> None:
     draw, died = random.Random(0), 0
-    with backhaul.connect(silence_s=QUIET_S, boundaries="derive") as session:
+    with backhaul.connect(settings=quiet(boundaries="derive")) as session:
         (worker,) = session._workers
         for seed in range(200):
             expected = trained(seed, plainly, None)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from backhaul._config import resolve
+from backhaul._config import Settings, resolve
 from backhaul._plan_file import read_plan, write_plan
 from backhaul_runtime.errors import SettingError
 
@@ -25,9 +25,9 @@ def test_a_session_gets_the_settings_of_its_plan(plan: str) -> None:
     assert resolve(plan=Path(plan)) == config
 
 
-def test_arguments_and_the_environment_go_before_the_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_and_the_environment_go_before_the_plan(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_LOCAL", "recompute")
-    config = resolve(plan=plan, segment_layers=1)
+    config = resolve(Settings(segment_layers=1), plan=plan)
     assert (config.segment_layers, config.local, config.kept_layers) == (1, "recompute", 2)
     monkeypatch.setenv("BACKHAUL_PLAN", plan)
     assert resolve().kept_layers == 2

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import AccumulationError, Session
 from backhaul_runtime.program.names import names
-from conftest import QUIET_S
+from conftest import QUIET
 from support import noisy
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -35,7 +35,7 @@ def session(allowing: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """A session that has learned nothing of the functions yet."""
     monkeypatch.setattr(names, "denied", {})
     monkeypatch.setattr(names, "proven", set())
-    with backhaul.connect(allowing.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(allowing.address, settings=QUIET) as session:
         yield session
 
 

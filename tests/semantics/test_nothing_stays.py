@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET_S
+from conftest import QUIET
 from support.bits import differing
 from support.processes import WorkerProcess
 
@@ -64,7 +64,7 @@ def test_nothing_stays_after_a_step_and_after_the_session(
     model = nn.ModuleList(Block() for _ in range(3))
     x, mask = torch.randn(4, WIDTH, requires_grad=True), (torch.arange(WIDTH) % 3 > 0).float()
     tensors: list[Any] = [*model.parameters(), *model.buffers(), *(block.scale for block in model.children()), x, mask]
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         run = [way(functools.partial(session.checkpoint, returns=returns), block) for block in model.children()]
         for _ in range(3):  # calls are predicted from the second one on
             if in_block:

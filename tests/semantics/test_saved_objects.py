@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET_S
+from conftest import QUIET
 from support import saved_objects
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -36,7 +36,7 @@ def allowing() -> Any:
 def anywhere(request: pytest.FixtureRequest, returns: str) -> Any:
     """Recomputes with a worker that does not run the functions, and with one that does."""
     worker: WorkerProcess = request.getfixturevalue("worker" if request.param == "trainer" else "allowing")
-    with backhaul.connect(worker.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
         yield lambda *args: session.checkpoint(*args, returns=returns)
 
 
@@ -76,7 +76,7 @@ def test_anomaly_mode_is_seen(anywhere: Checkpoint) -> None:
 
 
 def test_a_function_that_asks_for_nothing_still_travels(allowing: WorkerProcess) -> None:
-    with backhaul.connect(allowing.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(allowing.address, settings=QUIET) as session:
         x = torch.randn(3, 4, requires_grad=True)
         weight = nn.Parameter(torch.randn(4, 4))
         session.checkpoint(lambda x: saved_objects.Plain.apply(x, weight), x, returns="gradients").sum().backward()
@@ -124,7 +124,7 @@ def test_a_context_that_changes_is_right_or_a_named_error(allowing: WorkerProces
         y.sum().backward()
         return x.grad
 
-    with backhaul.connect(allowing.address, silence_s=QUIET_S) as session:
+    with backhaul.connect(allowing.address, settings=QUIET) as session:
         with pytest.raises(backhaul.ReplayError, match="second backward over the same graph: the backward of"):
             gradient(session.checkpoint)
         assert differing([gradient(session.checkpoint)], [gradient(plainly)]) == []

@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 
 def test_a_tensor_of_three_gibibytes_travels() -> None:
     # Trainer and worker take 10 GiB each: the tensor, its copy or square, its gradient.
-    with WorkerProcess("--memory", "16GiB") as worker, backhaul.connect(worker.address, silence_s=240) as session:
+    with (
+        WorkerProcess("--memory", "16GiB") as worker,
+        backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session,
+    ):
         size = (3 << 30) // 4
 
         def step(checkpoint: Checkpoint) -> tuple[float, float]:

@@ -44,7 +44,10 @@ def main() -> None:
     network = model(options.seed)
     optimizer = torch.optim.AdamW([one for one in network.parameters() if one.requires_grad], lr=2e-3)
     with backhaul.connect(
-        options.workers, run=options.name, tags=options.tag, notes=options.notes, returns="gradients"
+        options.workers,
+        run=options.name,
+        returns="gradients",
+        settings=backhaul.Settings(tags=options.tag, notes=options.notes),
     ) as session:
         for step in range(options.steps):
             inputs, targets = batch(text, ROWS, CONTEXT, options.seed + step)

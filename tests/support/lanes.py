@@ -31,10 +31,12 @@ def joined(session: Session) -> int:
 
 
 @contextmanager
-def connected(address: str, connections: int, **options: Any) -> Iterator[Session]:
+def connected(
+    address: str, connections: int, *, token_file: str | None = None, tls: str | None = None, **settings: Any
+) -> Iterator[Session]:
     """A session whose lanes have all joined."""
-    settings = {"silence_s": QUIET_S, **OVER_TCP, **options}
-    with backhaul.connect(address, connections=connections, **settings) as session:
+    values = {"silence_s": QUIET_S, "connections": connections, **OVER_TCP, **settings}
+    with backhaul.connect(address, token_file=token_file, tls=tls, settings=backhaul.Settings(**values)) as session:
         wait_until(lambda: joined(session) == connections - 1, "the lanes join")
         yield session
 

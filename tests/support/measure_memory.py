@@ -28,7 +28,7 @@ def resident_peak(step: Callable[[], None]) -> int:
 
 
 def main(worker: str, *depths: str) -> None:
-    session = backhaul.connect(worker, silence_s=240)
+    session = backhaul.connect(worker, settings=backhaul.Settings(silence_s=240))
     variants = {
         "none": None,
         "torch": partial(torch_checkpoint, use_reentrant=False),

@@ -91,11 +91,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from backhaul.demo.corpus import standard_library
     from backhaul.demo.dashboard import DashboardProcess
     from backhaul.demo.results import as_json, as_table
-    from backhaul.demo.variants import Settings, variants
+    from backhaul.demo.variants import DemoSettings, variants
 
     # The trainer and the worker share this machine, so each gets half of its cores.
     torch.set_num_threads(max(1, usable_cores() // 2))
-    settings = Settings(
+    settings = DemoSettings(
         steps=arguments.steps,
         layers=arguments.layers,
         width=arguments.width,

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from backhaul.demo.variants import Settings, Variant
+from backhaul.demo.variants import DemoSettings, Variant
 
 
-def as_json(settings: Settings, variants: Sequence[Variant]) -> dict[str, Any]:
+def as_json(settings: DemoSettings, variants: Sequence[Variant]) -> dict[str, Any]:
     """Returns all measurements as JSON. Values of keys that contain "equal" are booleans."""
     return {
         "settings": asdict(settings),

@@ -18,7 +18,7 @@ from backhaul.demo.peak_memory import peak_live_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DemoSettings:
     """Size of the model and length of the training."""
 
     steps: int = 8
@@ -65,7 +65,7 @@ class Variant:
 
     name: str
     checkpoint: Checkpoint | None
-    settings: Settings
+    settings: DemoSettings
     session: Session | None = None
     is_deferred: bool = False
     losses: list[float] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Variant:
         self.optimizer.zero_grad()
 
 
-def variants(settings: Settings, connect: Callable[[str, str], Session]) -> list[Variant]:
+def variants(settings: DemoSettings, connect: Callable[[str, str], Session]) -> list[Variant]:
     """Returns all five variants. The first one trains without checkpointing and is the reference.
 
     Args:

@@ -36,7 +36,7 @@ class Models:
         session: Session | None = None,
         layers: Layers | None = None,
         if_nothing_travels: IfNothingTravels = "raise",
-        **settings: Any,
+        **arguments: Any,
     ) -> Session:
         """Lets workers recompute the layers of a model, in a training loop of your own.
 
@@ -52,20 +52,20 @@ class Models:
                 checkpointing; for models of torchvision their residual blocks.
             if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
                 "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-            **settings: Further settings of `backhaul.connect`.
+            **arguments: Further arguments of `backhaul.connect`.
 
         Returns:
             The session, whose `report()` says what ran where. Close it after the training.
 
         Raises:
             ConnectError: No worker answers at one of the addresses.
-            SettingError: There are settings for a new session besides a session.
+            SettingError: There are arguments for a new session besides a session.
             ValueError: The model does not support checkpointing, has no modules of these classes, or
                 `if_nothing_travels` is neither of the two.
         """
         layers = layers or self.layers
         with ExitStack() as undo:
-            used = session_of(session, worker, settings)
+            used = session_of(session, worker, arguments)
             if session is None:
                 undo.callback(used.close)
             first_pass = FirstPass(used, type(model).__name__, if_nothing_travels, self.todo)

@@ -30,7 +30,7 @@ def enable(
     layers: Layers | None = None,
     accumulate: bool | None = None,
     if_nothing_travels: IfNothingTravels = "raise",
-    **settings: Any,
+    **arguments: Any,
 ) -> Session:
     """Lets workers recompute the layers of a model that a loop with Accelerate trains.
 
@@ -47,18 +47,18 @@ def enable(
             accumulates several, and the model is not sharded.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
+        **arguments: Further arguments of `backhaul.connect`.
 
     Returns:
         The session, whose `report()` says what ran where. Close it after the training.
 
     Raises:
         ConnectError: No worker answers at one of the addresses.
-        SettingError: There are settings for a new session besides a session.
+        SettingError: There are arguments for a new session besides a session.
         ValueError: The model has neither layers of these classes nor checkpointing of its own.
     """
     session = _MODELS.enable(
-        model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **settings
+        model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **arguments
     )
     if accumulate is None:
         accumulate = accelerator.gradient_accumulation_steps > 1 and not is_sharded(accelerator)

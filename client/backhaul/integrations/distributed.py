@@ -19,7 +19,7 @@ def wrap(
     *,
     session: Session | None = None,
     if_nothing_travels: IfNothingTravels = "raise",
-    **settings: Any,
+    **arguments: Any,
 ) -> nn.Module:
     """Lets workers recompute layers of a model, in place. Call it on each rank, before DistributedDataParallel or FSDP.
 
@@ -33,15 +33,15 @@ def wrap(
         session: The session to use instead of a new one.
         if_nothing_travels: What happens if the first forward in training shows that no segment can be recomputed by a
             worker: "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
+        **arguments: Further arguments of `backhaul.connect`.
 
     Returns:
         The same model. `backhaul.current_session()` is its session.
 
     Raises:
         ConnectError: No worker answers at one of the addresses.
-        SettingError: There are settings for a new session besides a session.
+        SettingError: There are arguments for a new session besides a session.
         ValueError: The model has no module of these classes, or `if_nothing_travels` is neither of the two.
     """
-    _MODELS.enable(model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **settings)
+    _MODELS.enable(model, worker, session=session, layers=layers, if_nothing_travels=if_nothing_travels, **arguments)
     return model

@@ -31,7 +31,7 @@ class LightningCallback(Callback):
             several, optimization is automatic, and the strategy does not shard the model.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
+        **arguments: Further arguments of `backhaul.connect`.
 
     Attributes:
         session: The session of the training, or of the last one; None before the first one.
@@ -45,12 +45,12 @@ class LightningCallback(Callback):
         layers: Layers | None = None,
         accumulate: bool | None = None,
         if_nothing_travels: IfNothingTravels = "raise",
-        **settings: Any,
+        **arguments: Any,
     ) -> None:
-        check_choice(session, worker, settings)
+        check_choice(session, worker, arguments)
         self.session = session
         self._is_given = session is not None
-        self._worker, self._settings = worker, settings
+        self._worker, self._arguments = worker, arguments
         self._layers, self._accumulate, self._if_nothing_travels = layers, accumulate, if_nothing_travels
         self._first_pass: FirstPass | None = None
         self._steps: OptimizerSteps | None = None
@@ -72,7 +72,7 @@ class LightningCallback(Callback):
         self._undo.close()
         with ExitStack() as undo:
             given = self.session if self._is_given else None
-            session = self.session = session_of(given, self._worker, self._settings)
+            session = self.session = session_of(given, self._worker, self._arguments)
             if given is None:
                 undo.callback(session.close)
             make_segments(pl_module, session, self._layers, undo)

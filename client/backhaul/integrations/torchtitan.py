@@ -30,7 +30,7 @@ def enable(
     worker: str | None = None,
     *,
     if_nothing_travels: IfNothingTravels = "raise",
-    **settings: Any,
+    **arguments: Any,
 ) -> Trainer.Config:
     """Changes a configuration so that workers recompute the transformer blocks, and returns it.
 
@@ -43,7 +43,7 @@ def enable(
             on this machine.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
+        **arguments: Further arguments of `backhaul.connect`.
 
     Raises:
         ValueError: The configuration compiles the model.
@@ -51,7 +51,7 @@ def enable(
     if config.compile.enable and "model" in config.compile.components:
         raise ValueError(_COMPILED)
     config.activation_checkpoint = BackhaulAC.Config(
-        worker=worker, if_nothing_travels=if_nothing_travels, settings=settings
+        worker=worker, if_nothing_travels=if_nothing_travels, arguments=arguments
     )
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
@@ -143,8 +143,8 @@ class BackhaulAC(ActivationCheckpointing):  # type: ignore[misc]
         if_nothing_travels: str = "raise"
         """What happens if the first forward shows that no segment can be recomputed by a worker: "raise" or "warn"."""
 
-        settings: dict[str, Any] = field(default_factory=dict)
-        """Further settings of `backhaul.connect`, such as {"returns": "activations"}."""
+        arguments: dict[str, Any] = field(default_factory=dict)
+        """Further arguments of `backhaul.connect`, such as {"returns": "activations"}."""
 
     def __init__(self, config: "BackhaulAC.Config", dump_folder: str = "") -> None:
         super().__init__(config, dump_folder)
@@ -185,8 +185,8 @@ class _Block(SegmentModule):
 
 
 def _session(config: BackhaulAC.Config) -> Session:
-    key = repr((config.worker, sorted(config.settings.items())))
+    key = repr((config.worker, sorted(config.arguments.items())))
     session = _sessions.get(key)
     if session is None or session.closed:
-        session = _sessions[key] = connect(config.worker, **config.settings)
+        session = _sessions[key] = connect(config.worker, **config.arguments)
     return session

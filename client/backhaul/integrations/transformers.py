@@ -39,7 +39,7 @@ class BackhaulCallback(TrainerCallback):
             several, and the model is not sharded.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
-        **settings: Further settings of `backhaul.connect`.
+        **arguments: Further arguments of `backhaul.connect`.
 
     Attributes:
         session: The session of the training, or of the last one; None before the first one.
@@ -53,12 +53,12 @@ class BackhaulCallback(TrainerCallback):
         layers: Layers | None = None,
         accumulate: bool | None = None,
         if_nothing_travels: IfNothingTravels = "raise",
-        **settings: Any,
+        **arguments: Any,
     ) -> None:
-        check_choice(session, worker, settings)
+        check_choice(session, worker, arguments)
         self.session = session
         self._is_given = session is not None
-        self._worker, self._settings = worker, settings
+        self._worker, self._arguments = worker, arguments
         self._layers, self._accumulate, self._if_nothing_travels = layers, accumulate, if_nothing_travels
         self._trainer: Trainer | None = None
         self._steps: OptimizerSteps | None = None
@@ -81,7 +81,7 @@ class BackhaulCallback(TrainerCallback):
         if self._trainer is not None:
             raise RuntimeError("this BackhaulCallback is in a training already: give each Trainer one of its own")
         if not self._is_given:
-            self.session = connect(self._worker, **self._settings)
+            self.session = connect(self._worker, **self._arguments)
         self._trainer = trainer
         try:
             yield

@@ -8,6 +8,7 @@ from functools import partial
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
+from backhaul import Settings
 from backhaul_lab.bench.outcomes import Outcome, of_counts, of_rounds
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness import throttle
@@ -116,7 +117,7 @@ def measure_lost(stage: Stage) -> list[Outcome]:
 
 def measure_wire(stage: Stage) -> list[Outcome]:
     """Measures the figure defer_wire, the bytes of a micro-batch with derived boundaries, without sums and weights."""
-    session = stage.session(stage.tcp_worker(), returns="gradients", boundaries="derive", **OVER_TCP)
+    session = stage.session(stage.tcp_worker(), returns="gradients", settings=Settings(boundaries="derive", **OVER_TCP))
     training = _training("deferred", session.checkpoint, session.accumulate)
     training.forward_backward()  # sends programs and weights, which do not change afterwards
     values = []

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backhaul import Session
+from backhaul import Session, Settings
 from backhaul_lab.bench.bare import TENSOR_BYTES
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.transfers import there_and_back
@@ -44,8 +44,8 @@ def measure(stage: Stage) -> list[Outcome]:
 def _rounds(stage: Stage, address: str, connections: int) -> tuple[Rounds, int]:
     """Times a tensor up and its gradient down. Returns the rounds, and the number of connections of "several"."""
     sessions = {
-        "one": stage.session(address, returns="gradients", connections=1, **OVER_TCP),
-        "several": stage.session(address, returns="gradients", connections=connections, **OVER_TCP),
+        "one": stage.session(address, returns="gradients", settings=Settings(connections=1, **OVER_TCP)),
+        "several": stage.session(address, returns="gradients", settings=Settings(connections=connections, **OVER_TCP)),
     }
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
     count = _choose(sessions["several"], x)

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from backhaul import Settings
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
@@ -24,7 +25,7 @@ def measure_trainable(stage: Stage) -> list[Outcome]:
 
 
 def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -> Outcome:
-    session = stage.session(worker, returns="gradients", **(OVER_TCP if worker else {}))
+    session = stage.session(worker, returns="gradients", settings=Settings(**OVER_TCP) if worker else None)
     trainings = [
         BlockTraining("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
         BlockTraining("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),

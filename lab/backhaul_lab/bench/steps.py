@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from backhaul import Settings
 from backhaul.demo.model import Block
 from backhaul.demo.peak_memory import live_bytes
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
@@ -26,7 +27,7 @@ def measure(stage: Stage) -> list[Outcome]:
     sessions = {
         "gradients": stage.session(returns="gradients"),
         "activations": stage.session(returns="activations"),
-        "half": stage.session(returns="gradients", memory_bytes=half_budget_bytes()),
+        "half": stage.session(returns="gradients", settings=Settings(memory_bytes=half_budget_bytes())),
     }
     trainings = [
         BlockTraining("none", BLOCKS, LARGE, None),

@@ -5,6 +5,7 @@ Two sessions take turns, one with telemetry and one without, while a dashboard w
 
 from functools import partial
 
+from backhaul import Settings
 from backhaul.demo.dashboard import DashboardProcess
 from backhaul_lab.bench.figures import Verdict
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
@@ -22,7 +23,7 @@ def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure telemetry_added."""
     # Each session has a worker of its own: a shared one would already store the tensors that the second session sends.
     sessions = {
-        "off": stage.session(returns="gradients", telemetry=False),
+        "off": stage.session(returns="gradients", settings=Settings(telemetry=False)),
         "on": stage.session(returns="gradients"),
     }
     dashboard = DashboardProcess(sessions["on"].workers, "")  # It shares the trainer's core.

@@ -2,6 +2,7 @@
 
 import torch
 
+from backhaul._config import Compressed, Settings
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import on_trainer
 from backhaul_lab.harness.link_proxy import LinkProxy
@@ -20,11 +21,12 @@ PLAN = Plan(most=16, warm=4, limit_s=30.0)
 def measure(stage: Stage) -> list[Outcome]:
     """Measures the figure compression_thin."""
     links = [LinkProxy(stage.tcp_worker(), bytes_per_s=BYTES_PER_S) for _ in range(2)]
+    modes: tuple[Compressed, ...] = ("auto", "off")
     with links[0], links[1]:
         # "auto" has to find out by itself that the link is thin.
         sessions = {
-            mode: stage.session(link.address, returns="gradients", compression=mode, **OVER_TCP)
-            for mode, link in zip(("auto", "off"), links, strict=True)
+            mode: stage.session(link.address, returns="gradients", settings=Settings(compression=mode, **OVER_TCP))
+            for mode, link in zip(modes, links, strict=True)
         }
         trainings = [
             BlockTraining(mode, BLOCKS, SMALL, session.checkpoint, WIDTH, dtype=torch.bfloat16)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backhaul import Session
+from backhaul import Session, Settings
 from backhaul_lab.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import Lane, reported_calls, spans
@@ -30,7 +30,7 @@ def measure(stage: Stage) -> list[Outcome]:
 
     Each is the baseline's time for a tensor over Backhaul's, so it is Backhaul's bandwidth over the baseline's.
     """
-    session = stage.session(stage.tcp_worker(), returns="gradients", **OVER_TCP)
+    session = stage.session(stage.tcp_worker(), returns="gradients", settings=Settings(**OVER_TCP))
     _, ports = stage.start([*MODULE, "backhaul_lab.bench.bare"], environment=KEEPS_FREED_MEMORY)
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from backhaul._session import Session
 
 OVER_TCP: Mapping[str, Any] = {"shared_memory": False, "unix_socket": False}
-"""Options of a session that uses TCP for a worker on the same host, as for a worker on another host."""
+"""Settings of a session that uses TCP for a worker on the same host, as for a worker on another host."""
 _START_S = 60.0
 
 
@@ -41,12 +41,12 @@ class Stage:
         """The trainer's and the worker's core, in this order."""
         return [self.trainer, self.worker]
 
-    def session(self, worker: str | None = None, **options: Any) -> "Session":
+    def session(self, worker: str | None = None, **arguments: Any) -> "Session":
         """Opens a session with `backhaul.connect`. If that starts a worker, the worker runs on the worker's core."""
         import backhaul
 
         before = set(descendants(os.getpid()))
-        session = backhaul.connect(worker, **options)
+        session = backhaul.connect(worker, **arguments)
         self._started.callback(session.close)
         for pid in set(descendants(os.getpid())) - before:
             pin(self.worker.number, pid)

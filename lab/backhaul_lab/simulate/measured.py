@@ -8,6 +8,7 @@ from dataclasses import replace
 from time import thread_time
 from typing import TYPE_CHECKING, Any
 
+from backhaul import Settings
 from backhaul_lab.harness.core_times import pin
 from backhaul_lab.harness.machine import describe
 from backhaul_lab.harness.stage import OVER_TCP, Stage
@@ -56,7 +57,7 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
         training = BlockTraining("calibrated", BLOCKS, tokens, None)
         target = Target("a chain of blocks", training.module, training.module, (Block,))
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
-            measured = measure_model(target, patient(worker=stage.tcp_worker(), **options), ROUNDS)
+            measured = measure_model(target, patient(Settings(**options), worker=stage.tcp_worker()), ROUNDS)
         if not measured.workers[0].speed(measured.plain):
             raise SettingError(
                 f"no worker could be measured: {', '.join(measured.workers[0].runs[0].reasons) or 'it took no segment'}"

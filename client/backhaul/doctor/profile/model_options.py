@@ -4,7 +4,8 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from backhaul._config import Config, resolve
+from backhaul._config import Config, Settings, resolve
+from backhaul._setting import texts_of
 from backhaul_runtime.process.resources import usable_cores
 
 if TYPE_CHECKING:
@@ -44,12 +45,10 @@ def add_model_options(parser: argparse.ArgumentParser, *, is_required: bool) -> 
         metavar="ADDRESS",
         help="running workers (default: start one here)",
     )
-    parser.add_argument(
-        "--token-file", metavar="FILE", help="file with the token of the worker, or several files separated by commas"
-    )
-    parser.add_argument(
-        "--tls", metavar="DIR", help="directory with tls.crt, tls.key and ca.crt, for workers that speak TLS"
-    )
+    said = texts_of(Config)
+    for option, setting, metavar in (("--token-file", "token_file", "FILE"), ("--tls", "tls", "DIR")):
+        sentence = said[setting].split(". ")[0].rstrip(".")
+        parser.add_argument(option, metavar=metavar, help=sentence[0].lower() + sentence[1:])
 
 
 def config_of(arguments: argparse.Namespace) -> Config:
@@ -61,13 +60,18 @@ def config_of(arguments: argparse.Namespace) -> Config:
     return patient(worker=",".join(arguments.worker) or None, token_file=arguments.token_file, tls=arguments.tls)
 
 
-def patient(**settings: Any) -> Config:
+def patient(settings: Settings | None = None, **arguments: Any) -> Config:
     """Returns the settings of sessions that measure: they wait long for a worker, and take nothing from a plan.
+
+    Args:
+        settings: Further fields, which go before those of a patient session; None for no further ones.
+        **arguments: Arguments of `connect`, without `strict` and `plan`.
 
     Raises:
         SettingError: A setting has an invalid value.
     """
-    return resolve(silence_s=_PATIENT_S, strict=False, plan="", **settings)
+    further = {} if settings is None else settings.given()
+    return resolve(Settings(**{"silence_s": _PATIENT_S, **further}), strict=False, plan="", **arguments)
 
 
 def target_of(arguments: argparse.Namespace) -> "Target":

@@ -122,19 +122,22 @@ class Measurement:
             addresses = workers.split(",")
             workers = addresses[number % len(addresses)]
         connect: dict[str, Any] = {
-            **OVER_TCP,
             "worker": workers,
             "token_file": fabric.token_file or None,
             "returns": cell["returns"],
-            "boundaries": cell["boundaries"],
-            "connect_timeout_s": self._experiment.nodes.start_timeout_s,
             "run": f"{self._experiment.name} cell {cell.number} repeat {repeat} trainer {number}",
-            "tags": [f"experiment:{self._experiment.name[:_LONGEST_TAG]}", f"cell:{cell.number}", f"repeat:{repeat}"],
-            "notes": cell.shown(self._experiment.matrix.varied),
             **self._experiment.nodes.session,
         }
-        values = dict(cell.values)
-        return {"connect": connect, "model": model, "cell": values, "seed": self._experiment.seed}
+        settings: dict[str, Any] = {
+            **OVER_TCP,
+            "boundaries": cell["boundaries"],
+            "connect_timeout_s": self._experiment.nodes.start_timeout_s,
+            "tags": [f"experiment:{self._experiment.name[:_LONGEST_TAG]}", f"cell:{cell.number}", f"repeat:{repeat}"],
+            "notes": cell.shown(self._experiment.matrix.varied),
+            **connect.pop("settings", {}),
+        }
+        values, seed = dict(cell.values), self._experiment.seed
+        return {"connect": connect, "settings": settings, "model": model, "cell": values, "seed": seed}
 
 
 class Turns:

@@ -59,7 +59,7 @@ class NodesSpec:
     """Further options of `backhaul worker`."""
 
     session: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of `backhaul.connect`."""
+    """Further arguments of `backhaul.connect`. The fields of `Settings` are in a table of their own, "settings"."""
 
     ray_address: str = "auto"
     """The Ray cluster, for the kind `ray`."""
@@ -242,9 +242,13 @@ def _nodes(table: Mapping[str, Any]) -> NodesSpec:
     for option in options:
         if option.partition("=")[0] in {"--listen", "--token-file"}:
             raise SpecError(f"nodes.worker_options: leave out {option}, which every worker gets from the experiment")
-    if not isinstance(session, dict) or _SETTINGS_OF_RUNS & set(session):
-        raise SpecError("nodes.session: write a table of arguments of connect(), without worker, token_file or run")
-    for key in session:
+    settings = session.get("settings", {}) if isinstance(session, dict) else None
+    if not isinstance(settings, dict) or _SETTINGS_OF_RUNS & {*session, *settings}:
+        raise SpecError(
+            "nodes.session: write a table of arguments of connect(), without worker, token_file or run. Its table "
+            '"settings" has fields of Settings, without tags and notes'
+        )
+    for key in (*session, *settings):
         if key in _SETTINGS_OF_CELLS:
             raise SpecError(f"nodes.session: {key} is an axis, so set it in [matrix], by which cells are named")
     switches = {key: table.get(key, getattr(usual, key)) for key in ("throttle", "one_worker_each")}

@@ -19,7 +19,7 @@ class Trainer:
     """The variants of one trainer, and its session.
 
     Args:
-        settings: What the runner wrote: `model`, `cell`, `seed`, and the arguments of `connect`.
+        settings: What the runner wrote: `model`, `cell`, `seed`, and the arguments and the `Settings` of `connect`.
         output: Where answers are written.
     """
 
@@ -31,7 +31,9 @@ class Trainer:
 
         torch.set_num_threads(1)
         self._output = output
-        self.session: Session = backhaul.connect(**settings["connect"])
+        self.session: Session = backhaul.connect(
+            **settings["connect"], settings=backhaul.Settings(**settings["settings"])
+        )
         self._variants: dict[str, ExperimentVariant] = {}
         for name in VARIANTS:
             session = self.session if name == BACKHAUL else None
