@@ -13,13 +13,14 @@ import torch
 
 from backhaul._cli.main import main
 from backhaul.demo.model import Block
+from backhaul.doctor.profile.thread_times import ThreadTimes
 from backhaul_lab.bench import child, command
 from backhaul_lab.bench.figures import FIGURES, Figure, Kind, Verdict, chosen
 from backhaul_lab.bench.groups import GROUPS, Group
 from backhaul_lab.bench.outcomes import Outcome, as_table, is_failed, of_counts, of_rounds, without_value
 from backhaul_lab.bench.overlap import Lane, exposed
 from backhaul_lab.harness import rounds
-from backhaul_lab.harness.core_times import NOISY, Core, CoreTimes, ThreadTimes, foreign_share
+from backhaul_lab.harness.core_times import NOISY, Core, CoreTimes, foreign_share
 from backhaul_lab.harness.rounds import (
     PACE,
     Alternative,

@@ -14,9 +14,9 @@ from backhaul_lab.bench.steps import BLOCKS, on_trainer
 from backhaul_lab.harness import throttle
 from backhaul_lab.harness.core_times import Core
 from backhaul_lab.harness.processes import descendants
-from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of, timed
+from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of, timed
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import MICRO_BATCH, WIDTH, BlockTraining, Checkpoint, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import MICRO_BATCH, WIDTH, BlockTraining, Checkpoint, checkpoint_of_torch, take_turns
 
 if TYPE_CHECKING:
     from backhaul._session import Session
@@ -39,16 +39,8 @@ def _training(
     micro_batches: int = MICRO_BATCHES,
     **options: Any,
 ) -> BlockTraining:
-    return BlockTraining(
-        name,
-        BLOCKS,
-        MICRO_BATCH,
-        checkpoint,
-        rows=micro_batches,
-        micro_batches=micro_batches,
-        accumulate=accumulate,
-        **options,
-    )
+    options |= {"rows": micro_batches, "micro_batches": micro_batches, "accumulate": accumulate}
+    return BlockTraining(name, BLOCKS, MICRO_BATCH, checkpoint, **options)
 
 
 def measure(stage: Stage) -> list[Outcome]:
@@ -56,7 +48,7 @@ def measure(stage: Stage) -> list[Outcome]:
     session = stage.session(returns="gradients")
     keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
     kept = _training("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
-    rounds = _rounds(stage, [_training("none", None), *_pair(session), kept])
+    rounds = take_turns([_training("none", None), *_pair(session), kept], stage.cores, PLAN, leads_in=False)
     note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
@@ -68,7 +60,7 @@ def measure(stage: Stage) -> list[Outcome]:
 def measure_adapted(stage: Stage) -> list[Outcome]:
     """Measures the figure defer_lora."""
     session = stage.session(returns="gradients")
-    rounds = _rounds(stage, _pair(session, is_adapted=True))
+    rounds = take_turns(_pair(session, is_adapted=True), stage.cores, PLAN, leads_in=False)
     note = on_trainer(session.report().fallbacks)
     return [of_rounds("defer_lora", rounds, ratio_of("deferred", "torch"), note)]
 
@@ -78,7 +70,7 @@ def measure_third(stage: Stage) -> list[Outcome]:
     session = stage.session(returns="gradients")
     trainings = _pair(session, micro_batches=MANY)
     with throttle.to(HELPERS_SHARE, stage.worker.pids, stage.trainer.number):
-        rounds = _rounds(stage, trainings)
+        rounds = take_turns(trainings, stage.cores, PLAN, leads_in=False)
     return [of_rounds("defer_third", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks))]
 
 
@@ -143,8 +135,3 @@ def _pair(session: "Session", **options: Any) -> list[BlockTraining]:
         _training("torch", checkpoint_of_torch, **options),
         _training("deferred", session.checkpoint, session.accumulate, **options),
     ]
-
-
-def _rounds(stage: Stage, trainings: Sequence[BlockTraining]) -> Rounds:
-    variants = [Alternative(training.name, training.step) for training in trainings]
-    return interleave(variants, stage.cores, PLAN, lambda: compare(trainings))

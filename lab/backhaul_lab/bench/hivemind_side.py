@@ -19,7 +19,6 @@ import torch
 WIDTH, TOKENS = 512, (4, 256)
 SEED = 0
 EXPERT = "block.0"
-FAR_S = 3600
 
 
 def block_of(model_file: str) -> torch.nn.Module:

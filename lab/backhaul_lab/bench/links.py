@@ -26,12 +26,8 @@ PLAN = Plan(most=8, warm=1, limit_s=25.0)
 def measure(stage: Stage) -> list[Outcome]:
     """Measures connections_distant and connections_near: the time with one connection over that with several."""
     near = stage.tcp_worker()
-    command = [
-        *MODULE,
-        "backhaul_lab.harness.link_proxy",
-        *(near, "127.0.0.1", str(ROUND_TRIP_S / 2), "0", str(WINDOW_BYTES)),
-    ]
-    _, distant = stage.start(command)
+    link = (near, "127.0.0.1", str(ROUND_TRIP_S / 2), "0", str(WINDOW_BYTES))
+    _, distant = stage.start([*MODULE, "backhaul_lab.harness.link_proxy", *link])
     far_apart, chosen = _rounds(stage, distant, 0)
     side_by_side, _ = _rounds(stage, near, CONNECTIONS)
     note = f"{chosen} connections were chosen"

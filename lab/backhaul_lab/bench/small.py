@@ -1,13 +1,11 @@
 """Measures steps of 8 blocks at 64 tokens, where the overhead per segment is a large part of the step."""
 
-from functools import partial
-
 from backhaul import Settings
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import BLOCKS, on_trainer
-from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.rounds import Plan, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import SMALL, BlockTraining, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import SMALL, BlockTraining, checkpoint_of_torch, take_turns
 
 STEPS = 4
 """Steps timed together, because one alone is too short to detect disturbances."""
@@ -30,6 +28,5 @@ def _measure(name: str, stage: Stage, worker: str | None, *, is_adapted: bool) -
         BlockTraining("torch", BLOCKS, SMALL, checkpoint_of_torch, is_adapted=is_adapted),
         BlockTraining("gradients", BLOCKS, SMALL, session.checkpoint, is_adapted=is_adapted),
     ]
-    variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
-    rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+    rounds = take_turns(trainings, stage.cores, PLAN, STEPS)
     return of_rounds(name, rounds, ratio_of("gradients", "torch"), on_trainer(session.report().fallbacks))

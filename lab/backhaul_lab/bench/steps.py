@@ -9,9 +9,9 @@ from backhaul.demo.peak_memory import live_bytes
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.overlap import exposed_by_step
 from backhaul_lab.harness.device import measured
-from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, interleave, ratio_of
+from backhaul_lab.harness.rounds import Plan, Rounds, ratio_of
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import DROPOUT, LARGE, WIDTH, BlockTraining, checkpoint_of_torch, compare
+from backhaul_lab.harness.training import DROPOUT, LARGE, WIDTH, BlockTraining, checkpoint_of_torch, take_turns
 
 BLOCKS = 8
 ROOM = 4
@@ -34,8 +34,7 @@ def measure(stage: Stage) -> list[Outcome]:
         BlockTraining("torch", BLOCKS, LARGE, checkpoint_of_torch),
         *(BlockTraining(name, BLOCKS, LARGE, session.checkpoint) for name, session in sessions.items()),
     ]
-    variants = [Alternative(training.name, training.step, training.step) for training in trainings]
-    rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+    rounds = take_turns(trainings, stage.cores, PLAN)
     notes = {name: on_trainer(session.report().fallbacks) for name, session in sessions.items()}
     return [
         of_rounds("step_vs_torch_gradients", rounds, ratio_of("gradients", "torch"), notes["gradients"]),

@@ -3,15 +3,13 @@
 Two sessions take turns, one with telemetry and one without, while a dashboard watches the worker of the first.
 """
 
-from functools import partial
-
 from backhaul import Settings
 from backhaul.demo.dashboard import DashboardProcess
 from backhaul_lab.bench.figures import Verdict
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.rounds import Plan, Round
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import BlockTraining, compare
+from backhaul_lab.harness.training import BlockTraining, take_turns
 
 BLOCKS, WIDTH, TOKENS = 8, 256, (4, 64)
 STEPS = 3
@@ -33,8 +31,7 @@ def measure(stage: Stage) -> list[Outcome]:
         trainings = [
             BlockTraining(name, BLOCKS, TOKENS, session.checkpoint, width=WIDTH) for name, session in sessions.items()
         ]
-        variants = [Alternative(training.name, partial(training.steps, STEPS), training.step) for training in trainings]
-        rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+        rounds = take_turns(trainings, stage.cores, PLAN, STEPS)
     finally:
         dashboard.close()
     return [of_rounds("telemetry_added", rounds, _added)]

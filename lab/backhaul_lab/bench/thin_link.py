@@ -6,9 +6,9 @@ from backhaul._config import Compressed, Settings
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
 from backhaul_lab.bench.steps import on_trainer
 from backhaul_lab.harness.link_proxy import LinkProxy
-from backhaul_lab.harness.rounds import Alternative, Plan, interleave, ratio_of
+from backhaul_lab.harness.rounds import Plan, ratio_of
 from backhaul_lab.harness.stage import OVER_TCP, Stage
-from backhaul_lab.harness.training import SMALL, BlockTraining, compare
+from backhaul_lab.harness.training import SMALL, BlockTraining, take_turns
 
 BYTES_PER_S = 12.5e6
 """A link of 100 Mbit/s in each direction."""
@@ -32,8 +32,7 @@ def measure(stage: Stage) -> list[Outcome]:
             BlockTraining(mode, BLOCKS, SMALL, session.checkpoint, WIDTH, dtype=torch.bfloat16)
             for mode, session in sessions.items()
         ]
-        variants = [Alternative(training.name, training.step) for training in trainings]
-        rounds = interleave(variants, stage.cores, PLAN, lambda: compare(trainings))
+        rounds = take_turns(trainings, stage.cores, PLAN, leads_in=False)
         reports = {mode: session.report() for mode, session in sessions.items()}
         for session in sessions.values():
             session.close()

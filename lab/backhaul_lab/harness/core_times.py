@@ -15,18 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from backhaul.doctor.profile.thread_times import ThreadTimes, thread_times
+
 NOISY = 0.05
 TICK_ALLOWANCE_S = 0.03
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _USER, _NICE, _SYSTEM, _STEAL = 0, 1, 2, 7
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadTimes:
-    """Seconds that one thread has run, and has been runnable but not running, since it began."""
-
-    ran_s: float
-    delayed_s: float
+_CHILDREN_TICKS = slice(13, 15)
+"""Fields cutime and cstime of /proc/PID/stat, counted from the one after the name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +58,28 @@ class Core:
         """Returns the times of the core now, without processes that have ended."""
         return CoreTimes(
             time.perf_counter(),
-            busy_s(self.number),
+            _busy_s(self.number),
             {pid: ran for pid in self.pids if (ran := process_ran_s(pid)) is not None},
-            {pid: _threads(pid) for pid in self.pids},
+            {pid: thread_times(pid) for pid in self.pids},
         )
+
+
+class MachineTimes:
+    """How much the cores of this machine that we may use have worked until now, for others and for us.
+
+    Args:
+        ours_s: CPU seconds that our processes have used so far.
+    """
+
+    def __init__(self, ours_s: float) -> None:
+        self._at_s, self._ours_s = time.monotonic(), ours_s
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._busy_s = sum(map(_busy_s, self._cores))
+
+    def foreign_share(self, before: "MachineTimes") -> float:
+        """Returns the fraction of the cores' time since a moment that others than our processes used, at least 0."""
+        wall_s = (self._at_s - before._at_s) * len(self._cores)
+        return max(0.0, (self._busy_s - before._busy_s - self._ours_s + before._ours_s) / wall_s)
 
 
 def foreign_share(before: CoreTimes, after: CoreTimes) -> float:
@@ -120,18 +134,16 @@ def process_ran_s(pid: int) -> float | None:
         return None
 
 
-def _threads(pid: int) -> dict[int, ThreadTimes]:
-    times = {}
+def children_ran_s(pid: int) -> float:
+    """Returns the CPU seconds of the ended children of a process that it has waited for, and of their children."""
     try:
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            ran_ns, delayed_ns, _ = (thread / "schedstat").read_text().split()
-            times[int(thread.name)] = ThreadTimes(int(ran_ns) / 1e9, int(delayed_ns) / 1e9)
-    except OSError:  # The process has just ended.
-        pass
-    return times
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has just ended, or this is not Linux
+        return 0.0
+    return sum(map(int, fields[_CHILDREN_TICKS])) / _TICKS_PER_S
 
 
-def busy_s(core: int) -> float:
+def _busy_s(core: int) -> float:
     """Returns the seconds since boot that a core was busy or stolen, without interrupts."""
     for line in Path("/proc/stat").read_text().splitlines():
         name, *ticks = line.split()

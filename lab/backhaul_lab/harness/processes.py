@@ -12,15 +12,13 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-from backhaul_lab.harness.core_times import process_ran_s
+from backhaul_lab.harness.core_times import children_ran_s, process_ran_s
 
 WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
 """What a command begins with that ends when the process that started it does."""
 MODULE = (sys.executable, "-P", "-m")
 """What a command begins with that runs a module."""
 _LAST_LINES, _LAST_BYTES, _END_S = 25, 20_000, 10.0
-_CHILDREN_TICKS = slice(13, 15)
-"""Fields cutime and cstime of /proc/PID/stat, counted from the one after the name."""
 
 
 class ChildError(RuntimeError):
@@ -78,7 +76,7 @@ class ChildProcess:
 
     def ran_s(self) -> float:
         """Returns the CPU seconds of the process and its children, also of those that have ended, as a killed one."""
-        return sum((process_ran_s(pid) or 0.0) + _children_ran_s(pid) for pid in self.pids)
+        return sum((process_ran_s(pid) or 0.0) + children_ran_s(pid) for pid in self.pids)
 
     def write(self, line: str) -> None:
         """Writes a line to the process. Raises ChildError if it has ended."""
@@ -181,15 +179,6 @@ def end_of(log: Path) -> str:
         lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
     return ""
-
-
-def _children_ran_s(pid: int) -> float:
-    """Returns the CPU seconds of the ended children of a process that it has waited for, and of their children."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has just ended, or this is not Linux
-        return 0.0
-    return sum(map(int, fields[_CHILDREN_TICKS])) / os.sysconf("SC_CLK_TCK")
 
 
 def _pipe(pipe: "IO[bytes] | None") -> "IO[bytes]":

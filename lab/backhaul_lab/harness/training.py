@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from backhaul.demo.model import Block
+from backhaul_lab.harness.core_times import Core
 from backhaul_lab.harness.device import measured
-from backhaul_lab.harness.rounds import UnequalGradientsError
+from backhaul_lab.harness.rounds import Alternative, Plan, Rounds, UnequalGradientsError, interleave
 
 WIDTH = 512
 DROPOUT = 0.1
@@ -251,6 +252,25 @@ def adapt(block: nn.Module) -> nn.Module:
             parent = block.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], Adapted(module))
     return block
+
+
+def take_turns(
+    trainings: Sequence[Training], cores: Sequence[Core], plan: Plan, steps: int = 1, *, leads_in: bool = True
+) -> Rounds:
+    """Lets trainings take turns, and compares their gradients after each round.
+
+    Args:
+        trainings: The trainings in the order of the first round.
+        cores: Cores that are checked for disturbances by other processes.
+        plan: When the measurement ends.
+        steps: Number of steps that are timed together.
+        leads_in: Whether an untimed step runs before each turn.
+    """
+    variants = [
+        Alternative(training.name, partial(training.steps, steps), training.step if leads_in else lambda: None)
+        for training in trainings
+    ]
+    return interleave(variants, cores, plan, lambda: compare(trainings))
 
 
 def compare(trainings: Sequence[Training]) -> None:

@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import thread_time
 
 import torch
@@ -23,13 +22,12 @@ from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.observed import ObservedSession
 from backhaul.doctor.profile.plain import ROUNDS, synchronise, undisturbed, update
 from backhaul.doctor.profile.target import Target
+from backhaul.doctor.profile.thread_times import thread_times
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.resources import usable_cores
 
 WARM_ROUNDS = 3
 """Steps before those that count: the first sends all weights, and the second one is the first with joined layers."""
-_NANOSECONDS = 1e9
-_TASKS = Path("/proc/self/task")
 
 Lane = telemetry_pb2.Lane
 
@@ -46,13 +44,8 @@ def compute_threads() -> frozenset[int]:
 
 def _ran_s() -> dict[int, float]:
     """Returns the CPU seconds of each thread of this process; only of the calling one if the kernel has no /proc."""
-    ran = {}
-    try:
-        for task in _TASKS.iterdir():
-            ran[int(task.name)] = int((task / "schedstat").read_text().split()[0]) / _NANOSECONDS
-    except (OSError, ValueError, IndexError):  # a thread has ended meanwhile, or there is no such file
-        ran.setdefault(threading.get_native_id(), thread_time())
-    return ran
+    ran = {thread: times.ran_s for thread, times in thread_times().items()}
+    return ran or {threading.get_native_id(): thread_time()}
 
 
 def _transport_s(computing: frozenset[int]) -> float:

@@ -16,13 +16,11 @@ from backhaul_lab.experiment.nodes.cpu_shares import CpuShares
 from backhaul_lab.experiment.nodes.fabric import Fabric
 from backhaul_lab.experiment.plan.cells import Cell
 from backhaul_lab.experiment.plan.shares import NodeShares
-from backhaul_lab.experiment.plan.spec import Experiment
-from backhaul_lab.harness.core_times import busy_s, process_ran_s
+from backhaul_lab.experiment.plan.spec import BACKHAUL, NONE, VARIANTS, Experiment
+from backhaul_lab.harness.core_times import MachineTimes, process_ran_s
 from backhaul_lab.harness.processes import ChildError, ChildProcess
 from backhaul_lab.harness.stage import OVER_TCP
 
-VARIANTS = ("none", "torch", "backhaul")
-"""Names of the variants in records: without checkpointing, with torch.utils.checkpoint, and with Backhaul."""
 OK, FAILED, UNEQUAL = "ok", "failed", "unequal"
 """States of a visit. One whose gradients are unequal has failed as well, and is never tried again."""
 _COUNTS = ("up_bytes", "down_bytes", "remote", "fallbacks")
@@ -162,7 +160,7 @@ class Turns:
             self.together("turn", name, experiment.warm_up, [])
         if unequal := self._unequal():
             return unequal
-        before = _Load(self._fabric.processes)
+        before = self._machine_times()
         for number in range(experiment.rounds):
             first = number % len(VARIANTS)
             for name in (*VARIANTS[first:], *VARIANTS[:first]):
@@ -174,9 +172,9 @@ class Turns:
                 ran_s, workers_ran_s = self._ran_s() - ran_s, self._workers_ran_s() - workers_ran_s
                 for of_trainer, answer in zip(steps[name], answers, strict=True):
                     of_trainer.extend(answer["step_s"][1:])
-                if name == "none":
+                if name == NONE:
                     busy_shares.append(ran_s / turn_s / len(self._trainers))
-                if name == "backhaul":
+                if name == BACKHAUL:
                     for count in _COUNTS:
                         carried[count] += sum(answer[count] for answer in answers)
                     carried["turn_s"] += turn_s
@@ -194,9 +192,7 @@ class Turns:
             "carried": {**carried, "steps": experiment.rounds * experiment.steps * len(self._trainers)},
             "losses": last_losses,
             "trainer_used": median(busy_shares),
-            "foreign_share": _Load(self._fabric.processes).foreign_share(before)
-            if self._fabric.has_all_processes
-            else None,
+            "foreign_share": self._machine_times().foreign_share(before) if self._fabric.has_all_processes else None,
         }
 
     def together(self, *command: Any) -> list[dict[str, Any]]:
@@ -209,7 +205,7 @@ class Turns:
         """Runs a turn of all trainers, with what happens in it."""
         timed = self._experiment.steps - 1
         killed: dict[int, list[int]] = {}  # workers by step of the turn
-        for event in self._experiment.events if name == "backhaul" else ():
+        for event in self._experiment.events if name == BACKHAUL else ():
             if event.at_step // timed == number:
                 killed.setdefault(1 + event.at_step % timed, []).append(event.kill_worker)
         for trainer in self._trainers:
@@ -246,20 +242,9 @@ class Turns:
     def _workers_ran_s(self) -> float:
         return sum(worker.ran_s() for worker in self._fabric.workers)
 
-
-class _Load:
-    """How much the machine's cores have worked until now, for others and for us."""
-
-    def __init__(self, ours: Sequence[ChildProcess]) -> None:
-        self._at_s = time.monotonic()
-        self._cores = sorted(os.sched_getaffinity(0))
-        self._busy_s = sum(busy_s(core) for core in self._cores)
-        self._ours_s = sum(process.ran_s() for process in ours) + (process_ran_s(os.getpid()) or 0.0)
-
-    def foreign_share(self, before: "_Load") -> float:
-        """Returns the fraction of the cores' time since a moment that others than our processes used, at least 0."""
-        wall_s = (self._at_s - before._at_s) * len(self._cores)
-        return max(0.0, (self._busy_s - before._busy_s - self._ours_s + before._ours_s) / wall_s)
+    def _machine_times(self) -> MachineTimes:
+        ours_s = sum(process.ran_s() for process in self._fabric.processes)
+        return MachineTimes(ours_s + (process_ran_s(os.getpid()) or 0.0))
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from backhaul_lab.experiment.plan.cells import Matrix, SpecError, expand
 Kind = Literal["process", "namespace", "ray"]
 KINDS: tuple[str, ...] = ("process", "namespace", "ray")
 DEMO = "demo"
+VARIANTS = NONE, TORCH, BACKHAUL = "none", "torch", "backhaul"
+"""Names of the variants that take turns: without checkpointing, `torch.utils.checkpoint`, and Backhaul."""
 CHARTS = ("carried", "step_time", "peak")
 """Kinds of charts: bytes carried, step time beside the baselines, and peak memory of the trainer."""
 

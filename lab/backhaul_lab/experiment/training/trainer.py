@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from typing import IO, TYPE_CHECKING, Any
 
+from backhaul_lab.experiment.plan.spec import BACKHAUL, NONE, VARIANTS
 from backhaul_lab.harness.processes import answers_only
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class Trainer:
         import torch
 
         import backhaul
-        from backhaul_lab.experiment.training.variants import BACKHAUL, VARIANTS, ExperimentVariant
+        from backhaul_lab.experiment.training.variants import ExperimentVariant
 
         torch.set_num_threads(1)
         self._output = output
@@ -35,11 +36,9 @@ class Trainer:
             **settings["connect"], settings=backhaul.Settings(**settings["settings"])
         )
         self._variants: dict[str, ExperimentVariant] = {}
+        cell = settings["model"], settings["cell"], settings["seed"]
         for name in VARIANTS:
-            session = self.session if name == BACKHAUL else None
-            self._variants[name] = ExperimentVariant(
-                name, settings["model"], settings["cell"], settings["seed"], session
-            )
+            self._variants[name] = ExperimentVariant(name, *cell, self.session if name == BACKHAUL else None)
 
     def answer(self, command: str, *arguments: Any) -> dict[str, Any]:
         """Executes a command of the runner.
@@ -60,7 +59,7 @@ class Trainer:
         reasons: Counter[str] = Counter()
         for segment in self.session.report().segments:
             reasons.update(segment.reasons)
-        parameters = self._variants["none"].parameters
+        parameters = self._variants[NONE].parameters
         return {
             "run": self.session.run,
             "reasons": reasons,

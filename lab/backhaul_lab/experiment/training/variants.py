@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backhaul.demo.peak_memory import peak_live_bytes
+from backhaul_lab.experiment.plan.spec import TORCH
 from backhaul_lab.experiment.training.models import load
 from backhaul_lab.harness.training import Training, checkpoint_of_torch, differing
 
 if TYPE_CHECKING:
     from backhaul._session import Session
 
-NONE, TORCH, BACKHAUL = "none", "torch", "backhaul"
-VARIANTS = (NONE, TORCH, BACKHAUL)
-"""Names of the variants: without checkpointing, `torch.utils.checkpoint`, and Backhaul."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,10 +36,11 @@ class ExperimentVariant(Training):
         seed: int,
         session: "Session | None" = None,
     ) -> None:
+        of_torch = checkpoint_of_torch if name == TORCH else None
         super().__init__(
             name,
             load(model, cell["batch"], DTYPES[cell["dtype"]], seed),
-            {NONE: None, TORCH: checkpoint_of_torch}.get(name) if session is None else session.checkpoint,
+            of_torch if session is None else session.checkpoint,
             segment_layers=cell["segment_layers"],
             rows=cell["batch"],
             micro_batches=cell["micro_batches"],

@@ -1,6 +1,6 @@
 """Measures a dashboard of 50 workers and 200 sessions: its page in a browser, and its memory and CPU time.
 
-    python lab/measure_dashboard.py [--workers 50] [--segments 10000] [--pages 3] [--seconds 60] [--rounds 15]
+    cd tests && python -m support.measure_dashboard [--workers 50] [--segments 10000] [--pages 3] [--seconds 60]
 
 The workers and their trainers are simulated in this process. First, the page is opened in the machine's Chromium: the
 time to its first numbers, and the time from a click to the frame that shows its effect. Then clients act as open pages:
@@ -23,12 +23,10 @@ from pathlib import Path
 import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
+from backhaul_lab.harness.core_times import process_ran_s
 from support.chromium import chromium
 from support.cluster import Cluster
 
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 _PARTS = ("memory", "latency", "timeline", "segments", "runs")
 _FIRST_CONTENT_LIMIT_MS = 2_000
 _CLICK_LIMIT_MS = 100
@@ -69,12 +67,6 @@ _TIMED_CLICK = """([selector, shown]) => new Promise((resolve) => {
   });
   look();
 })"""
-
-
-def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds that a process has used so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
 
 
 def memory_mb(pid: int, key: str) -> float:
@@ -197,9 +189,9 @@ def main() -> None:
             for page in pages:
                 page.start()
             time.sleep(5)  # Leaves out the costs of starting.
-            began_s, used_s = time.monotonic(), cpu_s(process.pid)
+            began_s, used_s = time.monotonic(), (process_ran_s(process.pid) or 0.0)
             time.sleep(options.seconds)
-            share = (cpu_s(process.pid) - used_s) / (time.monotonic() - began_s)
+            share = ((process_ran_s(process.pid) or 0.0) - used_s) / (time.monotonic() - began_s)
             segments = httpx.get(f"{url}/api/v1/segments?limit=1").json()["total"]
             print(f"{segments} segments known, {options.pages} open pages, {options.seconds} s")
             print(
