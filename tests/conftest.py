@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -56,6 +57,17 @@ def quiet(**settings: Any) -> backhaul.Settings:
 
 
 QUIET = quiet()
+
+
+WHOLE_FOLDERS = ("browser", "libraries")
+"""Folders whose tests all have the marker of that name."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no tests of a folder that the command deselects: what they import takes seconds in each process."""
+    if collection_path.parent != Path(__file__).parent or collection_path.name not in WHOLE_FOLDERS:
+        return None
+    return True if f"not {collection_path.name}" in config.option.markexpr else None
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 SOURCES = [
     path
@@ -28,7 +30,7 @@ def fields(docstring: str) -> Iterator[tuple[str, str]]:
 def test_every_field_says_what_its_value_is() -> None:
     empty = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 empty += [
                     f"{path.relative_to(ROOT)}: {node.name}: {name}: {text}"
@@ -48,7 +50,7 @@ def test_locals_say_what_they_hold() -> None:
     for path in [*SOURCES, *TESTS]:
         functions = [
             node
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(parsed(path))
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         ]
         for function in functions:
@@ -63,7 +65,7 @@ def test_locals_say_what_they_hold() -> None:
 def test_no_public_class_name_occurs_twice() -> None:
     places: dict[str, list[str]] = {}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "lab"]
 PACKAGES = ("backhaul", "backhaul_lab", "backhaul_runtime", "backhaul_server")
@@ -18,13 +20,13 @@ PRIVATE_ATTRIBUTES = re.compile(
 
 def modules() -> dict[str, ast.Module]:
     """Every module of our own by its dotted name, generated ones aside."""
-    parsed = {}
+    trees = {}
     for root in SOURCES:
         for path in root.rglob("*.py"):
             if "_pb2" not in path.name:
                 name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-                parsed[name] = ast.parse(path.read_text())
-    return parsed
+                trees[name] = parsed(path)
+    return trees
 
 
 MODULES = modules()

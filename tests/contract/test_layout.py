@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
     "backhaul_proto": ROOT / "proto/backhaul_proto",
@@ -31,7 +33,7 @@ PUBLIC = ["backhaul", "backhaul_runtime.errors"]
 def imported(path: Path) -> set[str]:
     """Top-level names of what a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

@@ -5,10 +5,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/on-the-trainer.md"
 SOURCES = [path for folder in ("client/backhaul", "runtime/backhaul_runtime") for path in (ROOT / folder).rglob("*.py")]
-TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
+TREES = {path: parsed(path) for path in SOURCES}
 
 CALLS = {
     "Refusal",

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from support.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 MODULES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text())
+    str(path.relative_to(ROOT)): parsed(path)
     for folder in ("client", "runtime", "server")
     for path in (ROOT / folder).rglob("*.py")
 }
@@ -21,14 +23,14 @@ def targets(module: ast.Module) -> dict[str, str]:
     """Methods of the module that a thread runs, with the thread's name."""
     names = {}
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "threading.Thread":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "Thread":
             target, name = keyword(node, "target"), keyword(node, "name")
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self" and name is not None:
                 names[target.attr] = ast.literal_eval(name)
     return names
 
 
-TARGETS = {module: of_threads for module, parsed in MODULES.items() if (of_threads := targets(parsed))}
+TARGETS = {module: of_threads for module, tree in MODULES.items() if (of_threads := targets(tree))}
 
 
 def test_threads_are_found() -> None:

@@ -34,6 +34,7 @@ from conftest import QUIET, settle, wait_until
 from support.bits import grad_of
 from support.flips import on_every_channel
 from support.processes import WorkerProcess
+from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")
@@ -96,7 +97,7 @@ DEATHS: dict[str, Callable[[Session], tuple[list[Any], Any]]] = {
 def destructors() -> Iterator[str]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 where = str(path.relative_to(ROOT))
                 if isinstance(node, ast.FunctionDef) and node.name == "__del__":
                     yield f"{where}: __del__"

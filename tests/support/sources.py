@@ -1,0 +1,11 @@
+"""The project's own Python files, parsed once for all tests that read them."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file, shared by all callers, who must not change it."""
+    return ast.parse(path.read_text())
