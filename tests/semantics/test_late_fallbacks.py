@@ -64,6 +64,29 @@ def test_the_first_block_has_the_order_of_a_loop(session: Session, function: Any
     assert differing(blocks_of(session, function), blocks_of(None, function)) == []
 
 
+def test_a_function_gets_zeros_where_no_gradient_arrives(session: Session) -> None:
+    """Its gradients are zeros then, and not missing, in a block, too."""
+    expected = blocks_of(None, noisy.StopsGradients)
+    assert [bool(gradient.any()) for gradient in expected if gradient is not None] == [False] * len(expected)
+    assert len(expected) == 3 * 4  # without the last of three layers
+    assert differing(blocks_of(session, noisy.StopsGradients), expected) == []
+
+
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_segment_that_no_gradient_reaches(session: Session, returns: str) -> None:
+    def gradients(checkpoint: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        x, layers = torch.randn(4, WIDTH, requires_grad=True), [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+        h = x
+        for layer in layers:
+            h = checkpoint(lambda h, layer=layer: noisy.StopsGradients.apply(layer(h)), h)
+        h.sum().backward()
+        return [x.grad, *(parameter.grad for layer in layers for parameter in layer.parameters())]
+
+    ours = gradients(lambda function, h: session.checkpoint(function, h, returns=returns))
+    assert differing(ours, gradients(lambda function, h: function(h))) == []
+
+
 def test_a_quiet_function_is_divided_after_its_first_micro_batch(session: Session) -> None:
     blocks_of(session, noisy.Quiet)
     assert "no worker has run the backward of one of its custom functions yet" in str(session.report())

@@ -49,3 +49,15 @@ class DrawsAtTimes(torch.autograd.Function):
         if bool(gradients[0].abs().max() > 1e3):
             return gradients[0] * torch.rand_like(gradients[0])
         return gradients[0] * 2
+
+
+class StopsGradients(torch.autograd.Function):
+    """Gives its argument no gradient, or zeros if it gets none itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor | None:
+        return None if bool(gradients[0].any()) else gradients[0]

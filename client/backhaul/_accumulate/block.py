@@ -36,6 +36,7 @@ from backhaul._accumulate.micro_batch import (
     computed_again,
     differentiated,
     fold,
+    gradients_of,
     on_trainer,
     plus,
     present_streams,
@@ -398,9 +399,9 @@ class AccumulationBlock:
             sums |= recovered(micro_batch, done)
             micro_batch.stored = None
         for segment in micro_batch.segments_left:
-            gradient = sums.get(segment.target)
-            if gradient is not None:
-                fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
+            gradients = gradients_of(segment, sums.get(segment.target))
+            if gradients is not None:
+                fold(sums, segment, on_trainer(segment, gradients, micro_batch.state))
         micro_batch.segments_left.clear()
         for segment in parts.run[:done]:
             segment.frame.release_remote()

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
 
 Streams = Sequence[torch.cuda.Stream]
+G = TypeVar("G")
 """The streams of CUDA devices on which one thread has queued what another continues; empty without CUDA."""
 
 
@@ -175,12 +176,23 @@ def under(state: ambient_state.State) -> Iterator[None]:
         yield
 
 
-def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State) -> list[Contribution]:
+def gradients_of(segment: RunSegment, gradient: G | None) -> dict[int, G] | None:
+    """Returns what the backward of a segment gets, from the gradient of its output; None if it need not run.
+
+    Without a gradient only custom functions contribute anything, which may get zeros instead.
+    """
+    if gradient is not None:
+        return {0: gradient}
+    program = segment.frame.program
+    return {} if program is not None and program.functions else None
+
+
+def on_trainer(segment: RunSegment, gradients: Mapping[int, Tensor], state: ambient_state.State) -> list[Contribution]:
     """Runs the backward of a segment in the trainer's thread, under the ambient settings of its micro-batch.
 
     Args:
         segment: The segment, which the trainer recomputes unless a worker that is up still stores it.
-        gradient: The gradient of its output.
+        gradients: What its backward gets, see `gradients_of`.
         state: The ambient settings under which backward runs.
 
     Raises:
@@ -188,7 +200,7 @@ def on_trainer(segment: RunSegment, gradient: Tensor, state: ambient_state.State
     """
     _check_function(segment.frame.call.recording.changed_function())
     with under(state):
-        return segment.frame.gradients({0: gradient}, {})
+        return segment.frame.gradients(gradients, {})
 
 
 def check_functions(parts: Parts) -> None:
@@ -242,7 +254,7 @@ def recovered(micro_batch: MicroBatch, done: int) -> dict[Target, Tensor]:
     run = micro_batch.parts.run
     for segment, following in pairwise(run[position : done + 1]):
         sums: dict[Target, Tensor] = {}
-        fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
+        fold(sums, segment, on_trainer(segment, {0: gradient}, micro_batch.state))
         gradient = sums[following.target]
     return {run[done].target: gradient}
 
@@ -264,10 +276,10 @@ def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tup
         (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
     )
     for segment, (uploader, kept) in zip(micro_batch.parts.run[: last + 1], micro_batch.kept, strict=False):
-        gradient = sums.get(segment.target)
-        if gradient is None:
+        gradients = gradients_of(segment, sums.get(segment.target))
+        if gradients is None:
             continue
-        fold(sums, segment, on_trainer(segment, gradient, micro_batch.state))
+        fold(sums, segment, on_trainer(segment, gradients, micro_batch.state))
         if uploader in lost:
             wanted = {id(parameter): parameter for parameter in kept.values()}
             for target in {target for _, target in segment.contributions}:

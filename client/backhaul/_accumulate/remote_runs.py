@@ -14,10 +14,12 @@ from backhaul._accumulate.micro_batch import (
     MicroBatch,
     Streams,
     fold,
+    gradients_of,
     on_streams,
     only_contributions,
     uploader_of,
 )
+from backhaul._backward.remote_side import StoredGradient
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
@@ -133,7 +135,8 @@ class RemoteRuns:
     def _ask(self, micro_batch: MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
         frame = segment.frame
         gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
-        if gradient is None:  # no gradient reaches the segment, so none leaves it
+        gradients: dict[int, Tensor | StoredGradient] | None = gradients_of(segment, gradient)
+        if gradients is None:  # no gradient reaches the segment, so none leaves it
             micro_batch.segments_left.pop(0)
             micro_batch.kept.append((uploader, {}))
             return
@@ -149,7 +152,7 @@ class RemoteRuns:
         summed = only_contributions(micro_batch, segment, due)
         unsent = {due[index] for index, target in segment.contributions if target == following} & summed
         answer = frame.remote_gradients(
-            {0: gradient},
+            gradients,
             micro_batch.state,
             may_stay,
             summed,

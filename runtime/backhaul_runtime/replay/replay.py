@@ -59,7 +59,12 @@ from backhaul_runtime.tensors.random_projection import read_projections, unread_
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
-from backhaul_runtime.torch_internals.graph_entries import ADDED_TO_GRADIENT, with_history_of, with_own_history
+from backhaul_runtime.torch_internals.graph_entries import (
+    ADDED_TO_GRADIENT,
+    with_history_of,
+    with_own_history,
+    without_gradient,
+)
 from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses, is_custom
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
@@ -528,7 +533,8 @@ class Replay:
 
         Args:
             gradients: The gradients of outputs by position in `Program.outputs`. Outputs without a gradient are
-                left out.
+                left out. If the only one is, its custom functions get an undefined gradient, of which they may make
+                zeros.
             create_graph: Whether the contributions can be differentiated themselves.
 
         Returns:
@@ -547,10 +553,17 @@ class Replay:
                 by_node.setdefault(use.node, []).append((use.input_index, (source, number)))
         handles = [node.register_hook(_collector(places, collected)) for node, places in by_node.items()]
         inputs = [GradientEdge(*target) for target, number in self._targets.items() if uses[number]]
-        of_outputs = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
-        inputs += [get_gradient_edge(output) for output, of_source in of_outputs if of_source]
-        positions = [position for position in gradients if self._outputs[position].requires_grad]
+        followed = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
+        inputs += [get_gradient_edge(output) for output, of_source in followed if of_source]
         is_guarded = bool(self._program.functions) and not self._is_own
+        # A function may write to the gradients that it gets, which belong to the request.
+        given = [
+            (self._outputs[position], copy_exact(gradient) if is_guarded else gradient)
+            for position, gradient in gradients.items()
+            if self._outputs[position].requires_grad
+        ]
+        if not gradients and self._program.functions and len(self._outputs) == 1:
+            given = [(without_gradient(self._outputs[0]), torch.ones(()))]
         own = set[int]().union(*self._packing.of_functions.values()) - self._lent
         # On the trainer a function may do anything, as without checkpointing. Only what a second backward would see of
         # it is noted. On a worker it is watched.
@@ -559,15 +572,9 @@ class Replay:
         writes = OutsideWrites(dict(ends), self._packing.of_functions)
         watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
         try:
-            if inputs and positions:  # torch raises an error without either
-                torch.autograd.grad(
-                    [self._outputs[position] for position in positions],
-                    inputs,
-                    # A function may write to the gradients that it gets, which belong to the request.
-                    [copy_exact(g) if is_guarded else g for g in (gradients[position] for position in positions)],
-                    create_graph=create_graph,
-                    allow_unused=True,
-                )
+            if inputs and given:  # torch raises an error without either
+                outputs, of_outputs = zip(*given, strict=True)
+                torch.autograd.grad(outputs, inputs, of_outputs, create_graph=create_graph, allow_unused=True)
             if watch is not None:
                 watch.end()
             self._note_writes(writes)

@@ -38,6 +38,22 @@ class _Joined(torch.autograd.Function):
         return gradient, None
 
 
+class _Undefined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None
+
+
+def without_gradient(value: Tensor) -> Tensor:
+    """Returns a scalar whose backward runs that of `value` with an undefined gradient."""
+    with torch.enable_grad():
+        return _Undefined.apply(value)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def with_own_history(value: Tensor, *, is_leaf: bool) -> Tensor:
     """Makes a detached tensor differentiable.
 
