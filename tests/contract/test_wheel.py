@@ -41,6 +41,7 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
     ):
         assert needed in names
     assert not [name for name in names if "__pycache__" in name or "test" in name]
+    assert not [name for name in names if name.startswith(("backhaul/plan/", "backhaul/simulate/"))]
     metadata = next(name for name in names if name.endswith("METADATA"))
     text = zipfile.ZipFile(wheel).read(metadata).decode()
     assert "Project-URL: Source, https://github.com/" in text
@@ -57,6 +58,18 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "xxhash",
         "zstandard",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_the_wheel_of_the_lab_holds_its_commands(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--wheel-dir", str(tmp_path), str(ROOT / "lab")], check=True, timeout=120, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("backhaul_lab-*-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"backhaul_lab"}
+    commands = {name.split("/")[1] for name in names if name.endswith("/command.py")}
+    assert commands == {"bench", "experiment", "plan", "simulate"}
 
 
 def test_the_lab_has_the_version_of_the_project_and_needs_it() -> None:

@@ -32,7 +32,14 @@ from backhaul_lab.harness.rounds import (
     ratio_of,
 )
 from backhaul_lab.harness.stage import Stage
-from backhaul_lab.harness.training import BlockTraining, adapt, checkpoint_of_torch, compare, compare_gradients
+from backhaul_lab.harness.training import (
+    BlockTraining,
+    adapt,
+    checkpoint_of_torch,
+    compare,
+    compare_gradients,
+    differing,
+)
 from backhaul_proto.v1 import telemetry_pb2
 
 ISSUED = {
@@ -278,6 +285,26 @@ def test_equal_trainings_are_equal_and_others_are_named() -> None:
         compare_gradients("nan", [torch.tensor([float("nan")])], [torch.tensor([0.0])])
 
 
+def test_micro_batches_of_a_step_add_up_and_are_announced_between_forward_and_backward() -> None:
+    plain, checkpointed = (
+        BlockTraining(name, 2, (1, 8), way, width=32, rows=3, micro_batches=3)
+        for name, way in (("none", None), ("torch", checkpoint_of_torch))
+    )
+    announced = []
+    plain.happens = lambda number: announced.append((number, len(plain.losses)))
+    for training in (plain, checkpointed):
+        training.step()
+    compare([plain, checkpointed])
+    assert announced == [(0, 0), (1, 1), (2, 2)]
+    assert len(set(map(float, plain.losses))) == 3  # each micro-batch draws its own dropout
+
+
+def test_bits_are_compared_and_not_numbers() -> None:
+    nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
+    assert differing([nan, zero, None], [nan.clone(), zero.clone(), None]) == 0
+    assert differing([zero, zero, zero], [-zero, None, zero.double()]) == 3
+
+
 def test_an_adapted_block_trains_only_what_was_added() -> None:
     block = adapt(Block(32, 0.0))
     assert {name.rpartition(".")[0].rpartition(".")[2] for name, p in block.named_parameters() if p.requires_grad} == {
@@ -309,6 +336,17 @@ def test_a_group_that_breaks_fails_its_own_figures_only() -> None:
         "growth": "failed",
         "wire_over_bound": "failed",
     }
+
+
+@pytest.mark.slow
+def test_a_group_whose_process_fails_says_the_last_line_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "GROUPS", {"unknown": Group("")})
+    core = min(os.sched_getaffinity(0))
+    with pytest.raises(RuntimeError, match="^KeyError: 'unknown'$"):
+        command.run_group("unknown", [core, core], 1.0)
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_figures_share_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
