@@ -176,12 +176,12 @@ def test_a_prediction_takes_the_generator_of_its_tensors(gpu_worker: WorkerProce
     def drop(x: Tensor) -> Tensor:
         return torch.dropout(x * weight, 0.5, True)
 
-    wasted = gpu_worker.telemetry().wasted_guesses
+    wasted = gpu_worker.telemetry().speculation_misses
     with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         for _ in range(4):
             session.checkpoint(drop, x, strict=True).sum().backward()
             torch.rand(1, device="cuda:0")  # the current device, whose generator moves on alone
-    assert gpu_worker.telemetry().wasted_guesses == wasted
+    assert gpu_worker.telemetry().speculation_misses == wasted
 
 
 @needs_two

@@ -175,18 +175,18 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guesses", [False, True], ids=["says nothing", "guesses names"])
-def test_a_stream_that_names_no_session_is_ended(*, guesses: bool) -> None:
+@pytest.mark.parametrize("tries_names", [False, True], ids=["says nothing", "tries names"])
+def test_a_stream_that_names_no_session_is_ended(*, tries_names: bool) -> None:
     ended = threading.Event()
 
-    def guessing() -> Iterator[segment_pb2.SaveSegmentRequest]:
-        while not ended.wait(0.2 if guesses else 60):
+    def requests() -> Iterator[segment_pb2.SaveSegmentRequest]:
+        while not ended.wait(0.2 if tries_names else 60):
             yield segment_pb2.SaveSegmentRequest(key=segment_pb2.OperationKey(session="guessed"))
 
     with WorkerProcess("--lease", "1") as worker, Hostile(worker.address) as client, ExitStack() as after:
         after.callback(ended.set)
         with pytest.raises(grpc.RpcError) as caught:
-            list(client.segments.ShortSaves(guessing()))
+            list(client.segments.ShortSaves(requests()))
         assert isinstance(error_of(caught.value), TransferError)
 
 

@@ -158,7 +158,7 @@ def test_a_terabyte_is_refused_when_it_is_declared(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("session", ["", "0" * 32, "../../etc/passwd", "\0"])
-def test_sessions_can_not_be_guessed(session: str, wire: Wire) -> None:
+def test_the_id_of_a_session_is_a_secret(session: str, wire: Wire) -> None:
     key = segment_pb2.OperationKey(session=session, segment=1)
     (batch,) = batches([outgoing(torch.ones(4))])
     for call, request in (

@@ -71,11 +71,11 @@ def calls(telemetry: telemetry_pb2.GetTelemetryResponse) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("run", "guessed_each_step"),
+    ("run", "speculated_each_step"),
     [(straight, BLOCKS - 1), (used_twice, BLOCKS - 1), (residual, 0), (with_losses, 0), (with_hooks, 0)],
 )
 def test_gradients_are_those_of_training_without_it(
-    session: Session, worker: WorkerProcess, run: Callable[..., tuple[Tensor, list[Tensor]]], guessed_each_step: int
+    session: Session, worker: WorkerProcess, run: Callable[..., tuple[Tensor, list[Tensor]]], speculated_each_step: int
 ) -> None:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
@@ -86,16 +86,16 @@ def test_gradients_are_those_of_training_without_it(
     settle(session)
     after = worker.telemetry()
     assert session.report().fallbacks == 0
-    guessed = after.guessed_segments - before.guessed_segments
+    speculated = after.speculation_hits - before.speculation_hits
     # A request that arrives before its speculative backward is run instead: how many are depends on timing.
-    assert guessed <= 4 * guessed_each_step
-    assert (guessed > 0) == (guessed_each_step > 0)
+    assert speculated <= 4 * speculated_each_step
+    assert (speculated > 0) == (speculated_each_step > 0)
     asked = calls(after) - calls(before)
-    assert asked >= 4 * (BLOCKS - guessed_each_step)  # pushed results are not requested
-    assert (asked < 4 * BLOCKS) == (guessed_each_step > 0)
+    assert asked >= 4 * (BLOCKS - speculated_each_step)  # pushed results are not requested
+    assert (asked < 4 * BLOCKS) == (speculated_each_step > 0)
     # Speculation that never matches its request is tried twice, and then no longer.
-    most = 0 if guessed_each_step else 2 * BLOCKS
-    assert after.wasted_guesses - before.wasted_guesses <= most
+    most = 0 if speculated_each_step else 2 * BLOCKS
+    assert after.speculation_misses - before.speculation_misses <= most
 
 
 def test_a_second_backward_through_a_chain(session: Session) -> None:

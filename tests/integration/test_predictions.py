@@ -114,7 +114,7 @@ def test_gradients_are_those_of_training_without_it(
     assert session.report().fallbacks == 0
     settle(session)
     after = worker.telemetry()
-    assert after.wasted_guesses - before.wasted_guesses in wasted
+    assert after.speculation_misses - before.speculation_misses in wasted
 
 
 def test_calls_of_functions_without_a_backward_leave_nothing_behind(session: Session, saved: list[bool]) -> None:
@@ -220,7 +220,7 @@ def test_weights_that_an_optimizer_changed(session: Session, worker: WorkerProce
     assert differing(ours, train(plainly, build, run, steps=STEPS, optimizer=optimizer)) == []
     assert session.report().fallbacks == 0
     settle(session)
-    assert worker.telemetry().wasted_guesses - before.wasted_guesses == fused * BLOCKS
+    assert worker.telemetry().speculation_misses - before.speculation_misses == fused * BLOCKS
 
 
 def test_what_no_worker_takes_is_not_sent_before(

@@ -49,7 +49,7 @@ def test_a_construct_runs_on_the_worker(name: str, returns: str, loopback: Loopb
 @pytest.mark.filterwarnings("ignore:.*torch.ao.quantization", "ignore:.*PyTorch API of nested")
 def test_a_construct_for_a_worker_with_other_hardware(name: str) -> None:
     """What forward drew and decided is sent, or the trainer recomputes the segment."""
-    remote = Loopback(pins=True)
+    remote = Loopback(records_choices=True)
     compare(CONSTRUCTS[name], remote, "gradients")
     report = remote.report()
     assert report.drift == 0.0

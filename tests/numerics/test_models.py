@@ -135,9 +135,9 @@ def test_the_documentation_says_the_same() -> None:
         totals = sum((Counter(done) for done in own.decisions.values()), Counter())
         counts = ", ".join(f"{count} {decision.value}" for decision, count in totals.items())
         assert f"| {name} | {segments} | {counts} | {', '.join(own.inside)} |\n" in said
-    pins = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
+    pinned = dict(line.split("==") for line in (root / "constraints.txt").read_text().splitlines() if "==" in line)
     for name in ("torch", "transformers", "diffusers"):
-        assert f"{name} {pins[name]}" in said
+        assert f"{name} {pinned[name]}" in said
 
 
 def _block_of(family: Family, micro_batches: int, session: Session | None, local: Local) -> list[Tensor | None]:

@@ -148,7 +148,7 @@ def test_another_torch_or_kind_of_device_is_more_than_rounding(
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.kept])
 def test_what_is_pinned_is_what_was(name: str, returns: str) -> None:
-    case, remote = CASES[name], Loopback(pins=True)
+    case, remote = CASES[name], Loopback(records_choices=True)
     assert differing(one_step(case, partial(remote.checkpoint, returns=returns)), one_step(case, plainly)) == []
     report = remote.report()
     assert (report.fallbacks, report.drift) == (0, 0.0)
@@ -236,7 +236,9 @@ def test_experts_stay_chosen_where_rounding_would_turn_them(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choose", CHOICES)
-def test_without_pins_they_would_turn(choose: Any, perturbed: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_recorded_choices_they_would_turn(
+    choose: Any, perturbed: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So the test above could fail. What comes of it is seen, and the trainer's own gradient is taken."""
     expected = route(choose, plainly)
     with backhaul.connect(perturbed.address, settings=QUIET) as session:
@@ -269,7 +271,7 @@ def test_masks_travel_as_bits(perturbed: WorkerProcess) -> None:
 
 
 def test_draws_that_can_not_be_told_stay_here() -> None:
-    remote = Loopback(pins=True)
+    remote = Loopback(records_choices=True)
     x = torch.randn(64, requires_grad=True)
     remote.checkpoint(lambda h: F.rrelu(h, training=True), x).sum().backward()
     (reason,) = remote.report().segments[0].reasons
@@ -308,7 +310,7 @@ def test_more_than_rounding_is_refused() -> None:
             segment.work.sources[0].mul_(1.01)
             return segment, program
 
-    remote = Off(pins=True)
+    remote = Off(records_choices=True)
     x = torch.randn(4, WIDTH, requires_grad=True)
     remote.checkpoint(lambda h: (h * 2).sin().exp(), x).sum().backward()
     (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
@@ -318,7 +320,7 @@ def test_more_than_rounding_is_refused() -> None:
 
 
 def test_a_call_before_the_worker_changed_is_not_sent(session: Session) -> None:
-    """A recording without pins can't go to a worker of other hardware, whenever that appeared."""
+    """A recording without recorded choices can't go to a worker of other hardware, whenever that appeared."""
     worker = session._workers[0]
     worker_session = worker.connection.up
     assert worker_session is not None
@@ -341,7 +343,7 @@ def test_error_names_drift_and_what_is_allowed() -> None:
         check_recomputed("fn", [saved], Recomputed([bytes(15) + b"x"], [project(y)]))
 
 
-def test_a_worker_that_sketches_less_than_it_saved_is_refused() -> None:
+def test_a_worker_that_projections_less_than_it_saved_is_refused() -> None:
 
     x = torch.randn(100)
     saved = [SavedTensor(bytes(16), "aten.sin.default", layout_of(x), -1, 0, False, project(x))] * 2

@@ -69,7 +69,7 @@ def test_modules_at_random(session: Session) -> None:
 
 @pytest.mark.slow
 def test_modules_at_random_with_their_draws_and_decisions_pinned() -> None:
-    check(Loopback(pins=True), 100, derandomize=True)
+    check(Loopback(records_choices=True), 100, derandomize=True)
 
 
 @pytest.mark.soak

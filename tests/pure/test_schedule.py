@@ -157,7 +157,7 @@ def test_the_last_announcement_counts() -> None:
     assert replay_all(schedule, 100) == [3, 2]
 
 
-def test_a_guess_is_run_before_replays_of_what_is_needed_later() -> None:
+def test_a_speculative_backward_is_run_before_replays_of_what_is_needed_later() -> None:
     schedule = Schedule()
     saved(schedule, [1, 2, 3])
     schedule.requested(("a", 3))

@@ -216,7 +216,7 @@ def test_a_refused_function_beside_an_allowed_one(remote: Loopback) -> None:
 
 def test_other_hardware_gets_no_functions() -> None:
     """What a function draws or decides can't be recorded, so a worker with other bits must not run it."""
-    remote = Loopback(pins=True, allow=ALLOWED)
+    remote = Loopback(records_choices=True, allow=ALLOWED)
     body = REMOTE["saves a tensor and a number"]
     same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
     (segment,) = remote.report().segments

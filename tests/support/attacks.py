@@ -144,7 +144,7 @@ def results(client: Hostile, times: int) -> None:
     def attempt(number: int) -> None:
         client.save(number, program, [address])
         list(client.recompute(number, positions=range(500)))
-        client.save(-number & 0xFFFF, short, [address], wants_sketches=True)
+        client.save(-number & 0xFFFF, short, [address], wants_projections=True)
         list(client.recompute(-number & 0xFFFF, positions=range(5)))
 
     over_and_over(5 * times, attempt)

@@ -78,7 +78,7 @@ class LoopbackSegment:
         )
         result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
-        saved = Recomputed(run_result.saved_digests, run_result.saved_sketches)
+        saved = Recomputed(run_result.saved_digests, run_result.saved_projections)
         return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
@@ -88,7 +88,7 @@ class LoopbackSegment:
         )
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
-        return LoopbackTensors(Recomputed(run_result.saved_digests, run_result.saved_sketches), tensors)
+        return LoopbackTensors(Recomputed(run_result.saved_digests, run_result.saved_projections), tensors)
 
     def drifted(self, drift: float) -> None:
         pass
@@ -112,7 +112,7 @@ class Loopback:
     """Has what tests need of a session.
 
     Args:
-        pins: As for a worker of other hardware.
+        records_choices: As for a worker of other hardware.
         allow: As for `backhaul worker`.
 
     Attributes:
@@ -121,10 +121,10 @@ class Loopback:
         given: What they and their backwards were given, by address.
     """
 
-    def __init__(self, *, pins: bool = False, allow: Sequence[str] = ()) -> None:
+    def __init__(self, *, records_choices: bool = False, allow: Sequence[str] = ()) -> None:
         self.offers = [import_allowed(allow)] if allow else []
         self.fixed: FixedDigests | None = None
-        self.pins = pins
+        self.has_recorded_choices = records_choices
         self.journal = Journal()
         self.telemetry: Telemetry | None = None
         self.copies = Copies()
@@ -144,7 +144,7 @@ class Loopback:
         return JoinedNames(self.offers)
 
     def records_choices(self, device_types: Iterable[str]) -> bool:
-        return self.pins
+        return self.has_recorded_choices
 
     def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:
         return PendingCall(CallSite(), arguments, fn)
@@ -161,7 +161,7 @@ class Loopback:
         program = decode_program(encode_program(segment.program), torch.device(DEVICE))
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
-        inputs = SegmentInputs(program, values, list(recording.generator_states), self.pins)
+        inputs = SegmentInputs(program, values, list(recording.generator_states), self.has_recorded_choices)
         return LoopbackSegment(inputs, self), segment.program
 
     @property

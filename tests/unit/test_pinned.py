@@ -1,4 +1,4 @@
-"""Draws and decisions that are given to a replay, and sketches of what it computes."""
+"""Draws and decisions that are given to a replay, and projections of what it computes."""
 
 import math
 
@@ -113,14 +113,14 @@ def test_what_is_not_finite_must_be_as_often() -> None:
     assert drift(project(x), project(y)) == math.inf
 
 
-def test_a_sketch_sees_where_values_lie() -> None:
+def test_a_projection_sees_where_values_lie() -> None:
     x = torch.randn(10_000)
     assert drift(project(x), project(x.flip(0))) > 0.1
     assert drift(project(torch.zeros(9)), project(torch.ones(9))) == math.inf
     assert drift(project(torch.zeros(9)), project(torch.zeros(9))) == 0
 
 
-def test_sketches_that_do_not_fit_differ() -> None:
+def test_projections_that_do_not_fit_differ() -> None:
     one = project(torch.ones(3))
     assert len(one) == SIZE
     assert drift(one, one + one) == math.inf

@@ -136,7 +136,7 @@ def test_sizes_of_bags_are_compared_without_one(saves: Callable[..., None], loop
 
 def test_undefined_tensors_do_not_drift_on_other_hardware(saves: Callable[..., None]) -> None:
     saves("aten.scaled_dot_product_attention", UNUSED)
-    assert gradient(Loopback(pins=True), attention) is not None
+    assert gradient(Loopback(records_choices=True), attention) is not None
 
 
 @pytest.mark.parametrize(

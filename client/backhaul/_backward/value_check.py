@@ -26,12 +26,12 @@ class Recomputed:
 
     Attributes:
         digests: The digests of the saved tensors, in order.
-        sketches: The random projections of the saved tensors if the worker computes other bits than this trainer; else
-            empty.
+        projections: The random projections of the saved tensors, if the worker computes other bits than this trainer;
+            else empty.
     """
 
     digests: Sequence[bytes]
-    sketches: Sequence[Sequence[float]] = ()
+    projections: Sequence[Sequence[float]] = ()
 
 
 def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomputed) -> float:
@@ -48,19 +48,21 @@ def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomp
     Raises:
         CheckpointError: Tensors differ. The message shows both sides and the positions.
     """
-    if not recomputed.sketches:
+    if not recomputed.projections:
         check_values(name, _WORKER, saved, recomputed.digests)
         return 0.0
-    for given in (recomputed.digests, recomputed.sketches):
+    for given in (recomputed.digests, recomputed.projections):
         check_count(name, _WORKER, saved, len(given))
     # An empty digest proves nothing, so such a tensor is compared by its random projection as well.
     different = [i for i, digest in enumerate(recomputed.digests) if not digest or digest != saved[i].digest]
-    drifts = {i: drift(saved[i].sketch, recomputed.sketches[i]) if saved[i].sketch else math.inf for i in different}
+    drifts = {
+        i: drift(saved[i].projection, recomputed.projections[i]) if saved[i].projection else math.inf for i in different
+    }
     off = [i for i, value in drifts.items() if value > tolerance(saved[i].layout.dtype)]
     if off:
         lines = [
             f"  tensor {i}, saved by {saved[i].op}: {_shown(saved[i].layout, saved[i].digest)}, drift {drifts[i]:.2e}, "
-            f"allowed {tolerance(saved[i].layout.dtype) if saved[i].sketch else 0:.0e}"
+            f"allowed {tolerance(saved[i].layout.dtype) if saved[i].projection else 0:.0e}"
             for i in off[:_SHOWN]
         ]
         raise CheckpointError(

@@ -210,7 +210,7 @@ class Dispatcher:
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
         save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
-        save.wants_sketches = bool(mismatch)
+        save.wants_projections = bool(mismatch)
         save.superseded = superseded
         # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
         bytes_per_s = worker.uploader.sender.bytes_per_s

@@ -149,7 +149,7 @@ def _begin(
         pack,
         pack.op_ended,
         traces=options.debug,
-        pins=destination.records_choices(_device_types(arguments)),
+        records_choices=destination.records_choices(_device_types(arguments)),
         fixed=destination.fixed,
         allows=destination.allows(),
     )

@@ -53,7 +53,7 @@ def _no_lanes() -> LaneOffer:
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
-    return Recomputed(list(result.saved_digests), [list(sketch.numbers) for sketch in result.saved_sketches])
+    return Recomputed(list(result.saved_digests), [list(projection.numbers) for projection in result.saved_projections])
 
 
 class SavedTensors:

@@ -124,7 +124,7 @@ class SaveSegmentRequest(_message.Message):
     TRANSIENT_SOURCES_FIELD_NUMBER: _builtins.int
     GENERATOR_STATES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
-    WANTS_SKETCHES_FIELD_NUMBER: _builtins.int
+    WANTS_PROJECTIONS_FIELD_NUMBER: _builtins.int
     PREDECESSORS_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
@@ -134,8 +134,8 @@ class SaveSegmentRequest(_message.Message):
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
-    wants_sketches: _builtins.bool
-    """Sketch what autograd saves, for a trainer whose arithmetic is another."""
+    wants_projections: _builtins.bool
+    """Projection what autograd saves, for a trainer whose arithmetic is another."""
     predicted: _builtins.bool
     """Sent before the call runs, as the last one from there was. The next save of this segment confirms it or replaces it.
     Only the first of the generator states is known then; those that follow are empty.
@@ -180,7 +180,7 @@ class SaveSegmentRequest(_message.Message):
         transient_sources: _abc.Iterable[_builtins.int] | None = ...,
         generator_states: _abc.Iterable[_builtins.bytes] | None = ...,
         name: _builtins.str = ...,
-        wants_sketches: _builtins.bool = ...,
+        wants_projections: _builtins.bool = ...,
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
         predicted: _builtins.bool = ...,
         superseded: _abc.Iterable[_builtins.bytes] | None = ...,
@@ -190,7 +190,7 @@ class SaveSegmentRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "checksum", b"checksum", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_sketches", b"wants_sketches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "checksum", b"checksum", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_projections", b"wants_projections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,7 +651,7 @@ class RecomputeResult(_message.Message):
 
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
-    SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
+    SAVED_PROJECTIONS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -660,7 +660,7 @@ class RecomputeResult(_message.Message):
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]: ...
     @_builtins.property
-    def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
+    def saved_projections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Projection]:
         """If they were asked for: one per digest."""
 
     @_builtins.property
@@ -670,21 +670,21 @@ class RecomputeResult(_message.Message):
         *,
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
-        saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
+        saved_projections: _abc.Iterable[Global___Projection] | None = ...,
         timing: Global___Timing | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "timing", b"timing", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_projections", b"saved_projections", "timing", b"timing", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecomputeResult: _TypeAlias = RecomputeResult  # noqa: Y015
 
 @_typing.final
-class Sketch(_message.Message):
+class Projection(_message.Message):
     """A tensor in a few numbers: how many of its values are not finite, its norm, projections on fixed vectors of signs.
-    Empty for tensors that must be equal to the bit; several sketches may follow each other.
+    Empty for tensors that must be equal to the bit; several projections may follow each other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -703,7 +703,7 @@ class Sketch(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Sketch: _TypeAlias = Sketch  # noqa: Y015
+Global___Projection: _TypeAlias = Projection  # noqa: Y015
 
 @_typing.final
 class BackwardResponse(_message.Message):
@@ -749,7 +749,7 @@ class BackwardResult(_message.Message):
     SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
-    SAVED_SKETCHES_FIELD_NUMBER: _builtins.int
+    SAVED_PROJECTIONS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     CHAINED_GRADIENTS_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
@@ -766,7 +766,7 @@ class BackwardResult(_message.Message):
         """If they were asked for: 16 bytes for each tensor of the stream."""
 
     @_builtins.property
-    def saved_sketches(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sketch]:
+    def saved_projections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Projection]:
         """If they were asked for: one per digest of what was saved."""
 
     @_builtins.property
@@ -785,14 +785,14 @@ class BackwardResult(_message.Message):
         saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
         tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
-        saved_sketches: _abc.Iterable[Global___Sketch] | None = ...,
+        saved_projections: _abc.Iterable[Global___Projection] | None = ...,
         timing: Global___Timing | None = ...,
         chained_gradients: _abc.Iterable[Global___SourceGradient] | None = ...,
         goes_on: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "goes_on", b"goes_on", "saved_digests", b"saved_digests", "saved_sketches", b"saved_sketches", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "goes_on", b"goes_on", "saved_digests", b"saved_digests", "saved_projections", b"saved_projections", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,8 +127,8 @@ class GetTelemetryResponse(_message.Message):
     LAST_ERROR_AT_S_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     HAS_MORE_REPORTS_FIELD_NUMBER: _builtins.int
-    GUESSED_SEGMENTS_FIELD_NUMBER: _builtins.int
-    WASTED_GUESSES_FIELD_NUMBER: _builtins.int
+    SPECULATION_HITS_FIELD_NUMBER: _builtins.int
+    SPECULATION_MISSES_FIELD_NUMBER: _builtins.int
     ACCELERATOR_FIELD_NUMBER: _builtins.int
     BUSY_S_FIELD_NUMBER: _builtins.int
     SPARED_BYTES_FIELD_NUMBER: _builtins.int
@@ -147,9 +147,9 @@ class GetTelemetryResponse(_message.Message):
     """Of the last request that failed by a fault of the worker's own, and when, in seconds since 1970."""
     last_error_at_s: _builtins.float
     has_more_reports: _builtins.bool
-    guessed_segments: _builtins.int
-    """Requests that found their answer ready, the worker having gone on by itself, and guesses that were none."""
-    wasted_guesses: _builtins.int
+    speculation_hits: _builtins.int
+    """Requests that found their answer ready, the worker having gone on by itself, and such work that was of no use."""
+    speculation_misses: _builtins.int
     busy_s: _builtins.float
     """Seconds that the thread which runs programs has computed since the start."""
     spared_bytes: _builtins.int
@@ -195,8 +195,8 @@ class GetTelemetryResponse(_message.Message):
         last_error_at_s: _builtins.float = ...,
         reports: _abc.Iterable[Global___Report] | None = ...,
         has_more_reports: _builtins.bool = ...,
-        guessed_segments: _builtins.int = ...,
-        wasted_guesses: _builtins.int = ...,
+        speculation_hits: _builtins.int = ...,
+        speculation_misses: _builtins.int = ...,
         accelerator: Global___Accelerator | None = ...,
         busy_s: _builtins.float = ...,
         spared_bytes: _builtins.int = ...,
@@ -205,7 +205,7 @@ class GetTelemetryResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "busy_s", b"busy_s", "checksum", b"checksum", "clock_s", b"clock_s", "device", b"device", "draining", b"draining", "epoch", b"epoch", "fingerprint", b"fingerprint", "guessed_segments", b"guessed_segments", "has_more_reports", b"has_more_reports", "last_error", b"last_error", "last_error_at_s", b"last_error_at_s", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "reports", b"reports", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "spared_bytes", b"spared_bytes", "uptime_s", b"uptime_s", "wasted_guesses", b"wasted_guesses", "worker_version", b"worker_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accelerator", b"accelerator", "busy_s", b"busy_s", "checksum", b"checksum", "clock_s", b"clock_s", "device", b"device", "draining", b"draining", "epoch", b"epoch", "fingerprint", b"fingerprint", "has_more_reports", b"has_more_reports", "last_error", b"last_error", "last_error_at_s", b"last_error_at_s", "memory", b"memory", "queued_requests", b"queued_requests", "received_bytes", b"received_bytes", "recomputed_segments", b"recomputed_segments", "reports", b"reports", "rpcs", b"rpcs", "sent_bytes", b"sent_bytes", "sessions", b"sessions", "spared_bytes", b"spared_bytes", "speculation_hits", b"speculation_hits", "speculation_misses", b"speculation_misses", "uptime_s", b"uptime_s", "worker_version", b"worker_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

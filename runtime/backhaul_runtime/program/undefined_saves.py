@@ -39,7 +39,7 @@ RECURRENT = frozenset(
 UNDEFINED_CONTENT = bytes(16)
 """Stands for the digest of a tensor's content where the content is undefined."""
 
-UNDEFINED_SKETCH = (0.0,) * SIZE
+UNDEFINED_PROJECTION = (0.0,) * SIZE
 """Stands for the random projection of a tensor whose content is undefined."""
 
 

@@ -47,7 +47,7 @@ class CallChoices:
         """Returns the context to run an op in if its draws are to be recorded."""
         return DrawRecorder() if self._choices is not None and rules(op).draws else None
 
-    def sketch(self, tensor: Tensor, saved: SavedTensor, *, is_hidden: bool) -> tuple[float, ...]:
+    def projection(self, tensor: Tensor, saved: SavedTensor, *, is_hidden: bool) -> tuple[float, ...]:
         """Returns the random projection of a tensor that autograd saves, see `ChoiceRecorder.saved`."""
         if self._choices is None:
             return ()

@@ -57,7 +57,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         pack: The pack hook that calls `note_saved`. Ops under any other hook are refused. None to check no hooks.
         op_ended: Called after each op, with whether the op is part of the program (Rule 4).
         traces: Whether to describe each op in `trace`.
-        pins: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
+        records_choices: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
         fixed: Digests of parameters that keep their values while calls share this object; None to compute all digests.
         allows: What workers run beside the ops in `allowed`.
 
@@ -78,12 +78,12 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         op_ended: Callable[[bool], None] = lambda _: None,
         *,
         traces: bool = False,
-        pins: bool = False,
+        records_choices: bool = False,
         fixed: FixedDigests | None = None,
         allows: JoinedNames = JoinedNames(),  # noqa: B008  it never changes
     ) -> None:
         super().__init__()
-        self._call = RunningCall(arguments, hold, pack, fixed, allows, has_recorded_choices=pins)
+        self._call = RunningCall(arguments, hold, pack, fixed, allows, has_recorded_choices=records_choices)
         self._ops = OpRecorder(self._call, allowed, allows)
         self._functions = FunctionRecorder(self._call)
         self._saved = SavedTensorRecorder(self._call)

@@ -84,8 +84,8 @@ class SavedTensor:
         offset: The tensor's offset in its storage, in elements.
         is_undefined: Whether its bytes may be undefined by design. The digest then covers its layout, and all tensors
             that the op read if the op is one of UNDEFINED_SAVES.
-        sketch: The random projection of its values; if `is_undefined`, that of the tensors that the op read, or zeros.
-            Empty if a replay must give equal bits.
+        projection: The random projection of its values; if `is_undefined`, that of the tensors that the op read, or
+            zeros. Empty if a replay must give equal bits.
     """
 
     noted: Digest
@@ -94,7 +94,7 @@ class SavedTensor:
     source: int
     offset: int
     is_undefined: bool = False
-    sketch: tuple[float, ...] = ()
+    projection: tuple[float, ...] = ()
 
     @property
     def digest(self) -> bytes:

@@ -60,5 +60,5 @@ class SavedTensorRecorder:
             call.builder.note_save()
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())
         saved = SavedTensor(digest, call.op.name, layout, source, offset, is_undefined=is_undefined)
-        saved.sketch = call.choices.sketch(tensor, saved, is_hidden=is_hidden)
+        saved.projection = call.choices.projection(tensor, saved, is_hidden=is_hidden)
         return saved

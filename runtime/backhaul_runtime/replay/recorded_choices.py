@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, Refusal, ReplayError
 from backhaul_runtime.program.op_rules import DECIDE_IN_BACKWARD, GEOMETRY, OpRules, argument, rules, tensors_in
-from backhaul_runtime.program.undefined_saves import UNDEFINED_SAVES, UNDEFINED_SKETCH
+from backhaul_runtime.program.undefined_saves import UNDEFINED_PROJECTION, UNDEFINED_SAVES
 from backhaul_runtime.tensors.layout import copy_exact
 from backhaul_runtime.tensors.random_projection import projections
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
@@ -133,7 +133,7 @@ class ChoiceRecorder:
 
     def __init__(self) -> None:
         self._hidden: list[Tensor] = []  # decisions that autograd saves and the op may not return
-        self._undefined = UNDEFINED_SKETCH
+        self._undefined = UNDEFINED_PROJECTION
 
     def begin(self, op_rules: OpRules, read: Sequence[Tensor]) -> None:
         """Prepares for an op. Called before the op runs.
@@ -146,7 +146,7 @@ class ChoiceRecorder:
             Refusal: The op's backward makes a decision that cannot be recorded.
         """
         self._hidden.clear()
-        self._undefined = projections(read) if op_rules.name in UNDEFINED_SAVES else UNDEFINED_SKETCH
+        self._undefined = projections(read) if op_rules.name in UNDEFINED_SAVES else UNDEFINED_PROJECTION
         if op_rules.name in DECIDE_IN_BACKWARD and any(tensor.requires_grad for tensor in read):
             raise Refusal(f"the backward of {op_rules.name} compares numbers that other hardware rounds differently")
 

@@ -109,7 +109,7 @@ class Replay:
         keep_saved: Whether to keep all saved tensors for `saved`. Otherwise `backward` frees them as it goes.
         is_own: Whether this process recorded the program. The values of its arguments are then not checked, as forward
             has run with them.
-        wants_sketches: Whether to compute random projections of saved tensors.
+        wants_projections: Whether to compute random projections of saved tensors.
         is_measured: Whether to measure `footprint`.
         histories: For contributions that are to be differentiated: tensors whose history replaces that of a source that
             takes gradients, or of an output that other outputs depend on. Keys are numbers as in `Contribution.source`.
@@ -139,7 +139,7 @@ class Replay:
         *,
         keep_saved: bool = False,
         is_own: bool = False,
-        wants_sketches: bool = False,
+        wants_projections: bool = False,
         is_measured: bool = False,
         histories: Mapping[int, Tensor] | None = None,
         context: AbstractContextManager[Any] | None = None,
@@ -180,7 +180,7 @@ class Replay:
         meter = FootprintMeter(self._sources) if is_measured else None
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
-        self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_sketches else None, meter)
+        self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_projections else None, meter)
         # Read before the run: if the program writes into a source, the source has another history afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
@@ -208,12 +208,12 @@ class Replay:
         return list(map(read, self._packing.digests))
 
     @property
-    def saved_sketches(self) -> list[tuple[float, ...]]:
+    def saved_projections(self) -> list[tuple[float, ...]]:
         """The random projections of all saved tensors, in order; empty for parts of sources that are not written to.
 
         Waits for an accelerator.
         """
-        return read_projections(self._packing.sketches)
+        return read_projections(self._packing.projections)
 
     def _run(self, meter: FootprintMeter | None, *, keeps_modes: bool) -> list[list[Tensor] | None]:
         program = self._program
@@ -306,7 +306,9 @@ class Replay:
         read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
         with DisableTorchDispatch():
             self._packing.reads = None if read is None else read_digest(read)
-            self._packing.reads_sketch = unread_projections(read) if read and self._packing.wants_sketches else []
+            self._packing.reads_projection = (
+                unread_projections(read) if read and self._packing.wants_projections else []
+            )
         check = self._begin_check(node, results) if node.op in names.ops else None
         try:
             self._check_lent(op, args, kwargs)

@@ -11,7 +11,7 @@ from backhaul_runtime.program.op_rules import (
     hides_write,
 )
 from backhaul_runtime.program.program import is_function_name
-from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SKETCH
+from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_PROJECTION
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
@@ -59,10 +59,10 @@ class SavedTensorPacker:
         op: Name of the op that runs. The replay sets it before each op.
         reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
         is_undefined: Says which of the tensors that the op saves have undefined bytes; None if none has.
-        reads_sketch: Measurements of all tensors that the op reads, as for `reads`; else empty.
+        reads_projection: Measurements of all tensors that the op reads, as for `reads`; else empty.
         of_functions: Keys of the storages of what each custom function has got, returned or kept, by its name.
-        wants_sketches: Whether random projections of saved tensors are computed.
-        sketches: The measurements for the random projection of each saved tensor, in order, possibly still on an
+        wants_projections: Whether random projections of saved tensors are computed.
+        projections: The measurements for the random projection of each saved tensor, in order, possibly still on an
             accelerator; empty for a tensor in a `fixed` storage.
     """
 
@@ -72,9 +72,9 @@ class SavedTensorPacker:
         self._keep_saved = keep_saved
         self._meter = meter
         self._fixed = fixed or ()
-        self.wants_sketches = fixed is not None
-        self.reads_sketch: list[Tensor] = []
-        self.sketches: list[list[Tensor]] = []
+        self.wants_projections = fixed is not None
+        self.reads_projection: list[Tensor] = []
+        self.projections: list[list[Tensor]] = []
         self.digests: list[Digest] = []
         self._contents = contents
         self.kept: list[VersionedTensor] = []
@@ -87,10 +87,10 @@ class SavedTensorPacker:
         """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
         layout = layout_of(tensor)
         with DisableTorchDispatch():  # modes around the ops must not see the ops that compute digests
-            content, sketch = self._content_of(tensor, layout)
+            content, projection = self._content_of(tensor, layout)
             self.digests.append(digest_of(saved_digest, layout, content))
-            if self.wants_sketches:
-                self.sketches.append(sketch)
+            if self.wants_projections:
+                self.projections.append(projection)
             if hides_write(self.op, tensor):  # the op will change it without a new version
                 tensor = copy_exact(tensor, layout)
         if self._meter is not None:
@@ -105,11 +105,11 @@ class SavedTensorPacker:
     def _content_of(self, tensor: Tensor, layout: Layout) -> tuple[Digest, list[Tensor]]:
         """Returns what is compared of a saved tensor's content: its digest, and its measurements if wanted."""
         if self.reads is not None:
-            return self.reads, self.reads_sketch
+            return self.reads, self.reads_projection
         if self.is_undefined is not None and self.is_undefined(tensor):
-            return UNDEFINED_CONTENT, [_UNDEFINED_SKETCH]
-        needs_sketch = self.wants_sketches and storage_key(tensor) not in self._fixed
-        return self._contents.take(tensor, layout), unread_projections([tensor]) if needs_sketch else []
+            return UNDEFINED_CONTENT, [_UNDEFINED_PROJECTION]
+        needs_projection = self.wants_projections and storage_key(tensor) not in self._fixed
+        return self._contents.take(tensor, layout), unread_projections([tensor]) if needs_projection else []
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
         """Returns the digest of a tensor's contents."""
@@ -122,14 +122,14 @@ class SavedTensorPacker:
     def note(self, digest: Digest) -> None:
         """Notes a digest that is compared like that of a saved tensor."""
         self.digests.append(digest)
-        if self.wants_sketches:
-            self.sketches.append([])
+        if self.wants_projections:
+            self.projections.append([])
         if self._keep_saved:
             self.kept.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
 
 
 _NOTHING = torch.empty(0)
-_UNDEFINED_SKETCH = torch.tensor(UNDEFINED_SKETCH, dtype=torch.float64)
+_UNDEFINED_PROJECTION = torch.tensor(UNDEFINED_PROJECTION, dtype=torch.float64)
 
 
 def unpacking(check: Callable[[], None] | None) -> Callable[[VersionedTensor], Tensor]:

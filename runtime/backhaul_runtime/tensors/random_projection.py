@@ -1,9 +1,9 @@
 """Random projections of tensors: they estimate the difference between tensors computed on different hardware.
 
-The projection of x, called a sketch on the wire, has the count of its non-finite values, its norm, and 8 projections on
-vectors of signs that both sides generate equally. For the difference e of two tensors each projection of e has
-expectation 0 and variance |e|^2, whatever e is (Johnson and Lindenstrauss 1984; with signs: Achlioptas 2003). So the
-root mean square of the 8 differences estimates |e|. Divided by the norm it is the drift.
+The projection of x has the count of its non-finite values, its norm, and 8 projections on vectors of signs that both
+sides generate equally. For the difference e of two tensors each projection of e has expectation 0 and variance |e|^2,
+whatever e is (Johnson and Lindenstrauss 1984; with signs: Achlioptas 2003). So the root mean square of the 8
+differences estimates |e|. Divided by the norm it is the drift.
 """
 
 import math

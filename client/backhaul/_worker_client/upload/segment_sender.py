@@ -95,7 +95,7 @@ class SegmentSender:
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
             name=save.name[:MAX_NAME],
-            wants_sketches=save.wants_sketches,
+            wants_projections=save.wants_projections,
             predecessors=[
                 *(
                     segment_pb2.Predecessor(

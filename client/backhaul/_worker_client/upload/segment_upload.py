@@ -62,7 +62,7 @@ class SegmentUpload:
         count: Called with the number of sent bytes.
         sent: Called with the times of sending its tensors, after that has ended.
         spared: Called with the number of bytes that differences have spared.
-        wants_sketches: Whether the worker computes other bits, so that random projections are compared.
+        wants_projections: Whether the worker computes other bits, so that random projections are compared.
         predecessors: Earlier segments on the same worker whose outputs are sources of this one.
         boundaries: Sources that are outputs of other earlier segments.
         is_predicted: Whether its call has not ended yet.
@@ -81,7 +81,7 @@ class SegmentUpload:
     queued_bytes: int
     count: Callable[[int], None]
     sent: Callable[[float], None]
-    wants_sketches: bool = False
+    wants_projections: bool = False
     predecessors: Sequence[Predecessor] = ()
     boundaries: Sequence[int] = ()
     spared: Callable[[int], None] = lambda _: None

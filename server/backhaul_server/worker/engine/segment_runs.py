@@ -27,7 +27,7 @@ RESULT_BYTES = 4 << 10
 """Bytes of a result and its request without their lists."""
 
 PART_BYTES, NUMBER_BYTES = 512, 64
-"""Bytes of each item in a list of a result, and of each number of a sketch."""
+"""Bytes of each item in a list of a result, and of each number of a projection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class SegmentInputs:
         program: A decoded program that has passed all checks.
         sources: Tensors on the worker's device, one for each source of the program. Runs never write to them.
         generator_states: One state for each node that draws random numbers.
-        wants_sketches: Whether runs return random projections of what autograd saves.
+        wants_projections: Whether runs return random projections of what autograd saves.
         kind: Equal for segments whose replays take the same memory.
         bounds: Deadline, memory limit and cancellation of the segment's runs.
         known: Digests of tensors that earlier runs have computed; None to compute all of them.
@@ -109,7 +109,7 @@ class SegmentInputs:
     program: Program
     sources: Sequence[Tensor]
     generator_states: Sequence[bytes]
-    wants_sketches: bool = False
+    wants_projections: bool = False
     kind: Hashable = None
     bounds: Bounds = field(default_factory=Bounds)
     known: KnownDigests | None = None
@@ -168,7 +168,7 @@ class SegmentInputs:
                     self.sources,
                     self.generator_states,
                     keep_saved=keep_saved,
-                    wants_sketches=self.wants_sketches,
+                    wants_projections=self.wants_projections,
                     is_measured=is_measured,
                     check=self.bounds.check,
                     known=self.known,
@@ -204,7 +204,7 @@ class RunResult:
         saved_digests: Digests of the tensors that autograd saved in the replay, in order.
         sources: The source of each contribution, see `Contribution.source`; empty for a recompute.
         tensor_digests: Addresses of the bundle's tensors; empty unless the trainer wanted them.
-        saved_sketches: Random projections of the saved tensors; empty unless the trainer wanted them.
+        saved_projections: Random projections of the saved tensors; empty unless the trainer wanted them.
         chained: By source, the gradients of sources that are outputs of earlier segments.
         kept: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
         recompute_at_s: When the replay began, in seconds since 1970.
@@ -217,7 +217,7 @@ class RunResult:
     saved_digests: tuple[bytes, ...]
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
-    saved_sketches: Sequence[tuple[float, ...]] = ()
+    saved_projections: Sequence[tuple[float, ...]] = ()
     chained: Mapping[int, OutgoingTensor] = field(default_factory=dict)
     kept: Set[int] = frozenset()
     recompute_at_s: float = 0.0
@@ -245,8 +245,8 @@ class RunResult:
 
     @property
     def parts(self) -> int:
-        """Number of digests, sketches, contributions and views, which the time to encode the result grows with."""
-        return len(self.saved_digests) + len(self.saved_sketches) + len(self.sources) + len(self.bundle.views)
+        """Number of digests, projections, contributions and views, which the time to encode the result grows with."""
+        return len(self.saved_digests) + len(self.saved_projections) + len(self.sources) + len(self.bundle.views)
 
     def kept_bytes(self, sources: Sequence[Tensor]) -> int:
         """Returns the bytes that the result keeps alive: the storages of its tensors, and its lists.
@@ -260,9 +260,9 @@ class RunResult:
             if (key := storage_key(outgoing.tensor)) not in held:
                 held.add(key)
                 storage_bytes += outgoing.tensor.untyped_storage().nbytes()
-        sketched = sum(map(len, self.saved_sketches))
+        numbers = sum(map(len, self.saved_projections))
         parts = self.parts + len(self.chained) + len(self.bundle.tensors)
-        return storage_bytes + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * sketched
+        return storage_bytes + RESULT_BYTES + PART_BYTES * parts + NUMBER_BYTES * numbers
 
 
 def backward(
@@ -296,7 +296,7 @@ def backward(
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(outgoing.tensor) for outgoing in sent.tensors) if start.wants_digests else (),
-        saved_sketches=ready.replay.saved_sketches,
+        saved_projections=ready.replay.saved_projections,
         chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
         recompute_at_s=ready.began_at_s,
         recompute_s=wait_s(ready.took),
@@ -338,7 +338,7 @@ def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),
-        saved_sketches=replay.saved_sketches,
+        saved_projections=replay.saved_projections,
         recompute_at_s=ready.began_at_s,
         recompute_s=wait_s(ready.took),
     )

@@ -278,7 +278,7 @@ class Worker:
         transient: Sequence[int],
         generator_states: Sequence[bytes],
         name: str,
-        wants_sketches: bool,
+        wants_projections: bool,
         predecessors: Mapping[int, tuple[int, int]] = {},
         derived: Mapping[int, Layout] = {},
         *,
@@ -298,7 +298,7 @@ class Worker:
             generator_states: One state for each node that draws; empty if the draw before leaves the generator in it,
                 and unknown if it is not the first of a predicted segment.
             name: The checkpointed call's name, for logs.
-            wants_sketches: Whether runs return random projections of what autograd saves.
+            wants_projections: Whether runs return random projections of what autograd saves.
             predecessors: The field of `Segment`.
             derived: The layouts of sources that were not sent, because the worker computes them from a predecessor.
             is_predicted: Whether the call has not ended yet.
@@ -329,8 +329,8 @@ class Worker:
             ALL_SEGMENTS.check(len(self.engine) + 1)
             NAMED.check(session.named_sources + len(addresses))
         all_addresses = (program_address, *addresses)
-        # Replays of the predicted segment made no sketches, so a confirmation cannot ask for them.
-        if present is not None and (present.addresses != all_addresses or wants_sketches):
+        # Replays of the predicted segment made no projections, so a confirmation cannot ask for them.
+        if present is not None and (present.addresses != all_addresses or wants_projections):
             self.engine.reject(present)
             present = None
         origins = (
@@ -363,7 +363,7 @@ class Worker:
             raise
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
         segment.inputs = SegmentInputs(
-            program, sources, generator_states, wants_sketches, kind, segment.bounds, self._known, derivations
+            program, sources, generator_states, wants_projections, kind, segment.bounds, self._known, derivations
         )
         for derivation in derivations:
             if derivation.origin.inputs is not None:

@@ -37,7 +37,7 @@ def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped:
     result = segment_pb2.RecomputeResult(
         saved_digests=recomputed.saved_digests,
         views=[encode_view(view) for view in recomputed.bundle.views],
-        saved_sketches=_sketches(recomputed),
+        saved_projections=_projections(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
     return segment_pb2.RecomputeResponse(result=result, striped=is_striped).SerializeToString()
@@ -121,7 +121,7 @@ def _backward_result(segment: Segment, result: RunResult, requested_at_s: float)
         saved_digests=result.saved_digests,
         contributions=encode_contributions(result),
         tensor_digests=result.tensor_digests,
-        saved_sketches=_sketches(result),
+        saved_projections=_projections(result),
         timing=_timing(segment, requested_at_s, result),
         chained_gradients=[
             segment_pb2.SourceGradient(source=source, tensor=outgoing.address)
@@ -140,8 +140,8 @@ def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
     )
 
 
-def _sketches(result: RunResult) -> list[segment_pb2.Sketch]:
-    return [segment_pb2.Sketch(numbers=numbers) for numbers in result.saved_sketches]
+def _projections(result: RunResult) -> list[segment_pb2.Projection]:
+    return [segment_pb2.Projection(numbers=numbers) for numbers in result.saved_projections]
 
 
 def _timing(segment: Segment, requested_at_s: float, result: RunResult) -> segment_pb2.Timing:

@@ -149,7 +149,7 @@ class SegmentServicer(Servicer):
             request.transient_sources,
             request.generator_states,
             request.name,
-            request.wants_sketches,
+            request.wants_projections,
             {origin.source: (origin.segment, origin.output) for origin in request.predecessors},
             {
                 origin.source: decode_layout(origin.derived)
