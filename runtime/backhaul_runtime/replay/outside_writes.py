@@ -25,13 +25,13 @@ class OutsideWrites:
 
     def __init__(self, tensors: Mapping[int, Tensor], reach: Mapping[str, Collection[int]]) -> None:
         self._contents = ContentDigests()
-        strided = {number: tensor for number, tensor in tensors.items() if unsupported_reason(tensor) is None}
-        writers = {
-            number: [name for name, keys in reach.items() if storage_key(tensor) in keys]
-            for number, tensor in strided.items()
-        }
-        self._writers = {number: writing for number, writing in writers.items() if writing}
-        self._tensors = {number: strided[number] for number in self._writers}
+        self._writers: dict[int, list[str]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        for number, tensor in tensors.items() if reach else ():
+            if unsupported_reason(tensor) is None:
+                writers = [name for name, keys in reach.items() if storage_key(tensor) in keys]
+                if writers:
+                    self._writers[number], self._tensors[number] = writers, tensor
         self._before = self._digests()
 
     def _digests(self) -> dict[int, Digest]:
