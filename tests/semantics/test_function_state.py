@@ -176,6 +176,22 @@ def test_draws_that_no_replay_can_repeat_stay_on_the_trainer(kind: str, reason: 
     assert [reason in said for said in segment.kept] == [True]
 
 
+@pytest.mark.parametrize("returns", ["gradients", "activations"])
+def test_a_tensor_on_the_default_device_keeps_a_function_on_the_trainer(returns: str, remote: Loopback) -> None:
+    """A replay has no default device: a worker has other devices, and autograd's threads know none."""
+
+    def case(checkpoint: Any) -> list[Tensor | None]:
+        x = torch.arange(4.0).requires_grad_()
+        with torch.device("meta"):
+            y = checkpoint(lambda h: function_state.OnDefaultDevice.apply(h.sin()).cos(), x)
+        y.sum().backward()
+        return [y, x.grad]
+
+    same_bits(case(checkpointing(remote, returns=returns)), case(plainly))
+    (segment,) = remote.report().segments
+    assert ["makes a tensor on the default device" in reason for reason in segment.kept] == [True]
+
+
 def test_a_function_that_fails_after_a_write(remote: Loopback) -> None:
     def caught(h: Tensor, w: Tensor) -> Tensor:
         h = h * w

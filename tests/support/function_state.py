@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from support import function_settings
+from support.devices import DEVICE
 from support.unseen import replace_unseen
 
 
@@ -40,6 +41,19 @@ class Keeping(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0] * _number_in(ctx.kept), None
+
+
+class OnDefaultDevice(Doubling):
+    """Multiplies by a number that depends on the default device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = 2.0 if torch.ones(1).is_meta else 3.0
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.factor
 
 
 class InSlots:
@@ -84,7 +98,7 @@ def _number_in(kept: Any) -> float:
     return float(kept()) if callable(kept) else float(kept)
 
 
-TOTAL = torch.zeros(())
+TOTAL = torch.zeros((), device="cpu")
 """Written to in backward."""
 
 
@@ -93,7 +107,7 @@ class Noting(Doubling):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        TOTAL.add_(gradients[0].sum())
+        TOTAL.add_(gradients[0].sum().cpu())
         return gradients[0] * 2
 
 
@@ -148,6 +162,10 @@ class ChangingContext(torch.autograd.Function):
         return gradients[0] * CHANGED[ctx.kind][1](ctx.kept), None
 
 
+def _ones(size: int) -> Tensor:
+    return torch.ones(size, device=DEVICE)
+
+
 def _sign_then_negated(kept: list[float]) -> float:
     sign = math.copysign(1.0, kept[0])
     kept[0] = -kept[0]
@@ -173,7 +191,7 @@ def _attribute_increased(kept: Any) -> float:
 def _gradient_then_set(kept: Tensor) -> float:
     name = "".join(("gr", "ad"))
     number = 1.0 if getattr(kept, name) is None else 2.0
-    setattr(kept, name, torch.ones(1))
+    setattr(kept, name, _ones(1))
     return number
 
 
@@ -235,17 +253,17 @@ CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "array": (lambda: np.ones(1), _then_increased),
     "bytes": (lambda: bytearray([1]), _then_increased),
     "deep": (lambda: [[[[[[[[1.0]]]]]]]], _then_increased),
-    "tensor, by NumPy": (lambda: torch.ones(1), _then_increased),
-    "attribute of a tensor": (lambda: _with_attribute(torch.ones(1)), _attribute_increased),
-    "gradient of a tensor": (lambda: torch.ones(1), _gradient_then_set),
-    "between elements": (lambda: torch.ones(8)[::2], _gap_increased),
+    "tensor, unseen by torch": (lambda: _ones(1), _then_increased),
+    "attribute of a tensor": (lambda: _with_attribute(_ones(1)), _attribute_increased),
+    "gradient of a tensor": (lambda: _ones(1), _gradient_then_set),
+    "between elements": (lambda: _ones(8)[::2], _gap_increased),
     "class": (_class, _attribute_increased),
     "module": (_module, _attribute_increased),
     "lock": (threading.Lock, _lock_taken),
     "base of an array": (lambda: np.ones(4)[:2], _end_of_base_increased),
     "flag of an array": (lambda: np.ones(4), _made_read_only),
     "global of a function": (_with_globals, lambda kept: float(kept())),
-    "behind a view": (lambda: torch.ones(4)[:2], _memory_behind_increased),
+    "behind a view": (lambda: _ones(4)[:2], _memory_behind_increased),
 }
 """What makes an object, and what reads a number from it and changes it."""
 
@@ -349,8 +367,8 @@ class ByNested(Doubling):
         return gradients[0] * function_settings.SETTINGS.inner.slope
 
 
-SLOPES = torch.tensor([0.5, 2.0])
-PAIR = (torch.tensor([0.5]), "a name")
+SLOPES = torch.tensor([0.5, 2.0], device="cpu")  # only tensors on the host are compared
+PAIR = (torch.tensor([0.5], device="cpu"), "a name")
 SPARSE = torch.eye(2, device="cpu").to_sparse()
 
 
@@ -375,7 +393,7 @@ class ByTensor(Doubling):
 class ByTensorOfClass(Doubling):
     """Reads a tensor of its class."""
 
-    slopes = torch.tensor([[0.5, 1.0], [2.0, 4.0]]).t()  # not contiguous
+    slopes = torch.tensor([[0.5, 1.0], [2.0, 4.0]], device="cpu").t()  # not contiguous
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -387,10 +405,10 @@ class ByTuple(Doubling):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * PAIR[0]
+        return gradients[0] * PAIR[0][0]
 
 
-CACHE = {"slopes": torch.tensor([0.5, 2.0])}
+CACHE = {"slopes": torch.tensor([0.5, 2.0], device="cpu")}
 
 
 class ByCache(Doubling):
@@ -406,7 +424,8 @@ class ByConstants(Doubling):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * torch.tensor([0.5]) + torch.arange(8.0)
+        device = gradients[0].device
+        return gradients[0] * torch.tensor([0.5], device=device) + torch.arange(8.0, device=device)
 
 
 class ByBase(Doubling):
@@ -550,12 +569,12 @@ class Outside(torch.autograd.Function):
         return gradients[0] * ctx.number, None
 
 
-GENERATOR = torch.Generator()
+GENERATOR = torch.Generator(DEVICE)
 
 DRAWS: dict[str, Callable[[], float]] = {
     "Python": random.random,
     "NumPy": lambda: float(np.random.rand()),
-    "torch": lambda: float(torch.rand((), generator=GENERATOR)),
+    "torch": lambda: float(torch.rand((), generator=GENERATOR, device=DEVICE)),
 }
 """Draws of random numbers, by whose generator they come from."""
 

@@ -2,7 +2,7 @@
 
 The ops inside it are not recorded. But some of them matter to what is recorded around the function: those that write to
 memory from outside, that communicate, or that build a graph of their own. And a replay draws only from torch's default
-generators what forward has drawn.
+generators what forward has drawn, and its default device is the CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
+from backhaul_runtime.torch_internals.default_device import watched_default_device
 from backhaul_runtime.torch_internals.generators import states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload
@@ -48,7 +49,7 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
         """Watches a function while it runs, see `PreDispatchMode.within`."""
         before = states_outside_torch()
         try:
-            with super().within():
+            with watched_default_device(self._refuse_default_device), super().within():
                 yield
         except BaseException:
             if self._has_written:  # no node stands for a function that raised an exception, so a replay does not write
@@ -56,6 +57,9 @@ class FunctionWatch(PreDispatchMode):  # type: ignore[no-untyped-call]
             raise
         if states_outside_torch() != before:
             self._note_refusal(f"the custom autograd function {self._name} draws random numbers outside of torch")
+
+    def _refuse_default_device(self) -> None:
+        self._note_refusal(f"the custom autograd function {self._name} makes a tensor on the default device")
 
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in memory that an op inside the function has made."""
