@@ -322,7 +322,7 @@ def test_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two kinds of devices")
 def test_the_random_states_of_the_devices_of_all_arguments_are_taken(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.randn(WIDTH, requires_grad=True)
+        x = torch.randn(WIDTH, device="cpu", requires_grad=True)
         z = torch.randn(WIDTH, device="cuda", requires_grad=True)
 
         def fn(x: Tensor, box: dict[str, Tensor]) -> Tensor:
@@ -330,7 +330,7 @@ def test_the_random_states_of_the_devices_of_all_arguments_are_taken(anywhere: C
             return (nn.functional.dropout(x, 0.5).sin() + (box["z"] * noise).sin().cpu()).sin()
 
         y = checkpoint(fn, x, {"z": z})
-        torch.rand(7)
+        torch.rand(7, device="cpu")
         torch.rand(7, device="cuda")
         y.sum().backward()
         return [x.grad, z.grad]

@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from backhaul import BackhaulError, Session
 from support.bits import Checkpoint, differing, grad_of, plainly
 from support.calls import WIDTH, inputs, same, seed
+from support.devices import DEVICE
 from support.unseen import replace_unseen
 
 Disturb = Callable[[Callable[[], object]], object]
@@ -160,7 +161,7 @@ def test_an_attribute_or_flag_changes_between_two_live_forwards(
 @pytest.mark.parametrize("source", ["random", "NumPy", "generator"])
 def test_draws_that_torch_does_not_preserve(source: str, anywhere: Checkpoint, session: Session) -> None:
     def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        (x, h), generator = inputs(), torch.Generator().manual_seed(3)
+        (x, h), generator = inputs(), torch.Generator(DEVICE).manual_seed(3)
         draws: dict[str, Callable[[], Any]] = {
             "random": random.random,
             "NumPy": lambda: float(np.random.rand()),

@@ -50,7 +50,7 @@ def draws_of_others(h: Tensor) -> Tensor:
 
 def test_draws_from_elsewhere_are_those_of_forward(anywhere: Checkpoint) -> None:
     def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        (x, h), generator = inputs(), torch.Generator().manual_seed(3)
+        (x, h), generator = inputs(), torch.Generator(DEVICE).manual_seed(3)
         y = checkpoint(lambda h: draws_of_others(h * torch.rand(WIDTH, generator=generator)), h)
         torch.rand(4, generator=generator)
         y.sum().backward()
@@ -103,7 +103,7 @@ def test_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
         try:
             y = checkpoint(makes_its_own, h)
         finally:
-            torch.set_default_device(None)
+            torch.set_default_device(DEVICE if DEVICE != "cpu" else None)
         y.sum().backward()
         return [x.grad]
 

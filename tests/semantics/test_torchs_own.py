@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from backhaul import Session
+from conftest import wait_until
 from support.bits import Checkpoint, plainly
 from support.calls import WIDTH, inputs, same
 
@@ -84,7 +85,7 @@ class Attached:
 
 
 def test_no_graph_outlives_its_output(session: Session) -> None:
-    """Counts of references end it, without the garbage collector."""
+    """Counts of references end it, without the garbage collector. A device's autograd thread holds it a bit longer."""
     gc.collect()
     gc.disable()
     try:
@@ -96,7 +97,7 @@ def test_no_graph_outlives_its_output(session: Session) -> None:
                 metadata["attached"] = attached = Attached()
                 alive.append(weakref.ref(attached))
             del output, node, metadata, attached
-            assert [reference for reference in alive if reference() is not None] == [], steps
+            wait_until(lambda: all(reference() is None for reference in alive), f"the graph of {steps} dies")  # noqa: B023
     finally:
         gc.enable()
 
