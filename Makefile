@@ -19,7 +19,7 @@ test: $(VENV)/.dev
 # What a GPU runs, on a simulated one that needs none: see tests/support/simulated_cuda/README.md.
 test-simulated-gpu: $(VENV)/.dev
 	$(SIMULATED) python -m pytest --numprocesses 2 tests/accelerators
-	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 -k 'telemetry or any_number or double or more_than_once' \
+	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 -k 'telemetry or any_number or derivatives or autocast' \
 		$(INTEGRATION_ON_ANY_DEVICE) tests/semantics/test_derivatives.py tests/semantics/test_autocast.py
 
 # Removes each wait for a device in turn: see tests/support/mutations.py.
@@ -30,7 +30,8 @@ mutations: $(VENV)/.dev
 # Tests that are written for the CPU and make all of their tensors on TEST_DEVICE.
 SIMULATED = PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda
 INTEGRATION_ON_ANY_DEVICE := tests/integration/test_telemetry.py tests/integration/test_accumulation.py
-ON_ANY_DEVICE := $(INTEGRATION_ON_ANY_DEVICE) tests/semantics
+ON_ANY_DEVICE := $(INTEGRATION_ON_ANY_DEVICE) tests/semantics \
+	$(addprefix tests/faults/test_,ends_of_runs.py flips.py lies.py own_errors.py worker_dies.py)
 
 # What only a GPU can tell, in at most 8 minutes, into gpu-results/: see tests/gpu_check/gpu-check.sh, which needs no make.
 gpu-check: $(VENV)/.dev

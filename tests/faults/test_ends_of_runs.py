@@ -14,6 +14,7 @@ from backhaul_proto.v1 import segment_pb2, session_pb2
 from backhaul_runtime.program.program import Node, SourceRef
 from conftest import QUIET, wait_until
 from support.bits import grad_of
+from support.devices import on_the_host
 from support.hostile import Hostile, of_nodes
 from support.processes import WorkerProcess
 
@@ -69,6 +70,7 @@ def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callabl
 
 
 @pytest.mark.slow
+@on_the_host("a device gets all ops of a run at once, and nothing ends them")
 def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
     with WorkerProcess("--run-limit", "1", "--memory", "1GiB", supervised=True) as worker:
         with Hostile(worker.address) as client:

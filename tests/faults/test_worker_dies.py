@@ -21,6 +21,7 @@ from conftest import QUIET, quiet, settle, wait_until
 from integration.test_discovery import Training
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
+from support.devices import DEVICE
 from support.processes import WorkerProcess, in_order
 
 LAYERS = 6
@@ -310,6 +311,7 @@ def test_a_dead_trainers_memory_is_free_within_its_lease() -> None:
 
     code = (
         "import sys, torch, backhaul\n"
+        "torch.set_default_device(sys.argv[2])\n"
         "session = backhaul.connect(sys.argv[1])\n"
         "y = session.checkpoint(torch.nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True))\n"
         "z = session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns='gradients')\n"
@@ -319,7 +321,10 @@ def test_a_dead_trainers_memory_is_free_within_its_lease() -> None:
     )
     with WorkerProcess("--lease", "1") as worker:
         trainer = subprocess.Popen(
-            [sys.executable, "-c", code, worker.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", code, worker.address, DEVICE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
