@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from backhaul.demo.model import Block
 from backhaul_lab.bench.outcomes import Outcome, of_rounds
-from backhaul_lab.harness.rounds import Alternative, Plan, Round, interleave
+from backhaul_lab.harness.rounds import Alternative, Plan, added_by, interleave
 from backhaul_lab.harness.stage import Stage
 from backhaul_lab.harness.training import DROPOUT, LARGE, SMALL, WIDTH, compare_gradients
 from backhaul_runtime.program.op_list import allowed_ops
@@ -58,13 +58,9 @@ def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Ou
 
     variants = [Alternative(variant, partial(run, variant)) for variant in VARIANTS]
     rounds = interleave(variants, [stage.trainer], PLAN, compare)
-    others = {variant: rounds.spread(partial(_added, variant)).value for variant in VARIANTS if variant != "plain"}
+    others = {variant: rounds.spread(added_by(variant, "plain")).value for variant in VARIANTS if variant != "plain"}
     note = ", ".join(f"{variant} {value:+.1%}" for variant, value in others.items())
-    return of_rounds(name, rounds, partial(_added, "recorded"), note)
-
-
-def _added(variant: str, taken: Round) -> float:
-    return taken[variant] / taken["plain"] - 1
+    return of_rounds(name, rounds, added_by("recorded", "plain"), note)
 
 
 def _step(blocks: list[Block], x: Tensor, run: Run) -> float:

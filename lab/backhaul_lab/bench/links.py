@@ -46,7 +46,7 @@ def _rounds(stage: Stage, address: str, connections: int) -> tuple[Rounds, int]:
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
     count = _choose(sessions["several"], x)
     variants = [
-        Alternative(name, partial(there_and_back, session, [x]), partial(settle, stage.cores))
+        Alternative(name, there_and_back(session, [x]), partial(settle, stage.cores))
         for name, session in sessions.items()
     ]
     rounds = interleave(variants, stage.cores, PLAN)
@@ -59,8 +59,9 @@ def _choose(session: Session, x: Tensor) -> int:
     """Trains until the session has chosen its connections and they have joined. Returns their number."""
     (worker,) = session._workers[:]
     lanes = worker.connection.lanes
+    transfer = there_and_back(session, [x])
     for _ in range(MOST_STEPS):
-        there_and_back(session, [x])
+        transfer()
         worker_session = worker.connection.up
         joined = len(lanes.joined(worker_session.session)) if worker_session is not None else 0
         if lanes.choice.is_settled and joined == lanes.choice.count - 1:

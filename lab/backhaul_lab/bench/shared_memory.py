@@ -4,7 +4,6 @@ The worker runs on the same host and uses the tensors in place.
 """
 
 import ctypes
-from functools import partial
 
 import torch
 
@@ -31,7 +30,7 @@ def measure(stage: Stage) -> list[Outcome]:
             for x, copy in zip(weights, copies, strict=True):
                 ctypes.memmove(copy.data_ptr(), x.data_ptr(), TENSOR_BYTES)
 
-    transfer = partial(there_and_back, session, weights, stage.cores, REPEATS)
+    transfer = there_and_back(session, weights, stage.cores, REPEATS)
     variants = [Alternative("backhaul", transfer), Alternative("memcpy", memcpy)]
     rounds = with_spans(interleave(variants, stage.cores, PLAN), session.workers, PLAN.warm, REPEATS)
     note = "upload only, used in place; details.fetch is the time to copy gradients out of shared memory"

@@ -7,7 +7,7 @@ from backhaul import Settings
 from backhaul.demo.dashboard import DashboardProcess
 from backhaul_lab.bench.figures import Verdict
 from backhaul_lab.bench.outcomes import Outcome, of_rounds, without_value
-from backhaul_lab.harness.rounds import Plan, Round
+from backhaul_lab.harness.rounds import Plan, added_by
 from backhaul_lab.harness.stage import Stage
 from backhaul_lab.harness.training import BlockTraining, take_turns
 
@@ -34,8 +34,4 @@ def measure(stage: Stage) -> list[Outcome]:
         rounds = take_turns(trainings, stage.cores, PLAN, STEPS)
     finally:
         dashboard.close()
-    return [of_rounds("telemetry_added", rounds, _added)]
-
-
-def _added(taken: Round) -> float:
-    return taken["on"] / taken["off"] - 1
+    return [of_rounds("telemetry_added", rounds, added_by("on", "off"))]

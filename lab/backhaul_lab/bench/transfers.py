@@ -1,7 +1,6 @@
 """Compares transfers of 64 MiB tensors over TCP, to a worker and back, with bare gRPC streams and a bare socket."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -35,9 +34,10 @@ def measure(stage: Stage) -> list[Outcome]:
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
+    bare_runs = {"grpc_put": bare.put, "grpc_get": bare.get, "tcp_put": tcp.put, "tcp_get": tcp.get}
     variants = [
-        Alternative("backhaul", partial(there_and_back, session, [x], stage.cores, REPEATS)),
-        *(Alternative(name, _repeated(run, stage)) for name, run in _bare_runs(bare, tcp).items()),
+        Alternative("backhaul", there_and_back(session, [x], stage.cores, REPEATS)),
+        *(Alternative(name, _repeated(run, stage)) for name, run in bare_runs.items()),
     ]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
@@ -52,8 +52,10 @@ def measure(stage: Stage) -> list[Outcome]:
     ]
 
 
-def there_and_back(session: Session, tensors: Sequence[Tensor], cores: Sequence[Core] = (), repeats: int = 1) -> None:
-    """Sends new contents of tensors to a worker, lets it return their gradients, and compares these.
+def there_and_back(
+    session: Session, tensors: Sequence[Tensor], cores: Sequence[Core] = (), repeats: int = 1
+) -> Callable[[], None]:
+    """Returns a function that sends new contents of tensors to a worker, gets their gradients back, and compares these.
 
     Args:
         session: The session with the worker.
@@ -67,20 +69,19 @@ def there_and_back(session: Session, tensors: Sequence[Tensor], cores: Sequence[
             settle(cores)  # The predicted upload ends before forward begins.
         return torch.stack([(x * _SCALE).sum() for x in tensors]).sum()
 
-    for _ in range(repeats):
-        with torch.no_grad():
-            for x in tensors:
-                x.add_(1.0)  # New contents, because the worker already stores the old ones.
-                x.grad = None
-        y: Tensor = session.checkpoint(scaled)
-        if cores:
-            settle(cores)
-        y.backward()  # type: ignore[no-untyped-call]
-        compare_gradients("the transfer", [x.grad for x in tensors], [torch.full_like(x, 2.0) for x in tensors])
+    def transfer() -> None:
+        for _ in range(repeats):
+            with torch.no_grad():
+                for x in tensors:
+                    x.add_(1.0)  # New contents, because the worker already stores the old ones.
+                    x.grad = None
+            y: Tensor = session.checkpoint(scaled)
+            if cores:
+                settle(cores)
+            y.backward()  # type: ignore[no-untyped-call]
+            compare_gradients("the transfer", [x.grad for x in tensors], [torch.full_like(x, 2.0) for x in tensors])
 
-
-def _bare_runs(bare: BareGrpc, tcp: BareTcp) -> dict[str, Callable[[], float]]:
-    return {"grpc_put": bare.put, "grpc_get": bare.get, "tcp_put": tcp.put, "tcp_get": tcp.get}
+    return transfer
 
 
 def _repeated(run: Callable[[], float], stage: Stage) -> Callable[[], float]:

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from backhaul_lab.experiment.conduct.progress import Progress
-    from backhaul_lab.experiment.conduct.runner import Runner, open_fabric, store_path
+    from backhaul_lab.experiment.conduct.runner import Runner, open_fabric
     from backhaul_lab.harness.machine import describe
 
     experiment = read(arguments.file)
@@ -90,7 +90,9 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.restart:
             records.discard()
         records.begin(experiment, describe())
-        runner = Runner(experiment, records, nodes, store_path(arguments.store))
+        # Absolute, because nodes may have other directories.
+        store = "" if arguments.store in {"", ":memory:"} else str(Path(arguments.store).absolute())
+        runner = Runner(experiment, records, nodes, store)
         cells, remaining = len(experiment.matrix.cells), len(runner.remaining)
         done = cells * experiment.repeats - remaining
         print(

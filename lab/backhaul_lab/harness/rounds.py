@@ -78,14 +78,14 @@ class Rounds:
         return Spread.of([figure(taken) for taken, is_quiet in self.measured if is_quiet or not self.is_conclusive])
 
 
-def ratio(one: str, other: str, taken: Round) -> float:
-    """Returns the ratio of two variants in a round."""
-    return taken[one] / taken[other]
-
-
 def ratio_of(one: str, other: str) -> Callable[[Round], float]:
     """Returns a function that computes the ratio of two variants in a round."""
-    return partial(ratio, one, other)
+    return lambda taken: taken[one] / taken[other]
+
+
+def added_by(one: str, other: str) -> Callable[[Round], float]:
+    """Returns a function that computes what a variant adds to another in a round, relative to the other."""
+    return lambda taken: taken[one] / taken[other] - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from time import thread_time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from backhaul import Settings
 from backhaul_lab.harness.core_times import pin
@@ -15,9 +16,6 @@ from backhaul_lab.harness.stage import OVER_TCP, Stage
 from backhaul_lab.simulate.costs import Costs, KnownCosts
 from backhaul_lab.simulate.layer_costs import segment_costs
 from backhaul_runtime.errors import SettingError
-
-if TYPE_CHECKING:
-    from backhaul_lab.harness.training import BlockTraining
 
 BLOCKS = 3
 ROUNDS = 7
@@ -59,22 +57,20 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
             measured = measure_model(target, patient(Settings(**options), worker=stage.tcp_worker()), ROUNDS)
         if not measured.workers[0].speed(measured.plain):
-            raise SettingError(
-                f"no worker could be measured: {', '.join(measured.workers[0].runs[0].reasons) or 'it took no segment'}"
-            )
-        return replace(segment_costs(measured), optimizer_s=_optimizer_s(training))
+            why = ", ".join(measured.workers[0].runs[0].reasons) or "no segment was sent to it"
+            raise SettingError(f"the worker recomputed no segment: {why}")
+        training.forward_backward()
+        return replace(segment_costs(measured), optimizer_s=_cpu_s(training.optimize) / BLOCKS)
 
     return machine, KnownCosts(calibrated(LARGE, {}), calibrated(LARGE, OVER_TCP), calibrated(MICRO_BATCH, {}))
 
 
-def _optimizer_s(training: "BlockTraining") -> float:
-    """Returns the CPU seconds of an update of a block's parameters."""
+def _cpu_s(run: Callable[[], None]) -> float:
+    """Returns the CPU seconds of an undisturbed call of a function."""
     from backhaul.doctor.profile.plain import undisturbed
 
-    took_s = []
-    training.forward_backward()
+    ends_s = [thread_time()]
     for _ in range(ROUNDS):
-        began_s = thread_time()
-        training.optimize()
-        took_s.append(thread_time() - began_s)
-    return undisturbed(took_s) / BLOCKS
+        run()
+        ends_s.append(thread_time())
+    return undisturbed([end_s - began_s for began_s, end_s in pairwise(ends_s)])

@@ -4,7 +4,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -142,8 +141,3 @@ def summary(record: Mapping[str, Any]) -> str:
     times = ", ".join(f"{name} {step_s * 1e3:.0f} ms" for name, step_s in by_name.items())
     marks = ", core-bound" if record["shares"]["is_core_bound"] else ""
     return f"{times}{marks}"
-
-
-def store_path(text: str) -> str:
-    """Returns the history file as an absolute path, because nodes may have other directories."""
-    return str(Path(text).absolute()) if text and text != ":memory:" else ""
