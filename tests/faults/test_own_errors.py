@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from backhaul._observe.report import SegmentLog
 from backhaul._observe.telemetry import Telemetry
 from backhaul._worker_client.upload.segment_sender import SegmentSender
 from backhaul._worker_client.upload.uploader import Uploader
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime import errors
 from backhaul_runtime.record import op_recorder
 from backhaul_runtime.record.known_tensors import KnownTensors
@@ -29,6 +31,7 @@ from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import SourceLedger
+from backhaul_runtime.sealing import sealed
 from conftest import QUIET
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -182,6 +185,22 @@ def test_the_sending_thread_survives_errors(
     for _ in range(6):  # more segments than may wait
         assert differing(gradients(session.checkpoint), plain) == []
     assert next(calls) > 1
+
+
+def test_a_request_that_cannot_be_encoded_is_a_fallback(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(parts: list[bytes]) -> bytes:
+        if isinstance(sys._getframe(1).f_locals.get("message"), segment_pb2.RecomputeRequest):
+            raise InjectedError("injected")
+        return sealed(parts)
+
+    plain = expected()
+    monkeypatch.setattr("backhaul_runtime.wire.splicing.sealed", failing)
+    # Its record of the error would keep the frames of backward, and with them the segments.
+    monkeypatch.setattr(logging.getLogger("grpc._common"), "disabled", True)
+    ours = gradients(lambda block, x: session.checkpoint(block, x, returns="activations"))
+    monkeypatch.undo()
+    assert differing(ours, plain) == []
+    assert "a request could not be sent" in str(session.report())
 
 
 def test_a_session_closes_although_nothing_can_be_released(

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from backhaul._worker_client.connection.deadlines import LONGEST_S, SLICE_S, Expected, longest_queue_s, longest_run_s
-from backhaul._worker_client.connection.grpc_errors import closed_error, damaged_error, error_of, forget_stack
+from backhaul._worker_client.connection.grpc_errors import (
+    closed_error,
+    damaged_error,
+    error_of,
+    forget_stack,
+    unsent_error,
+)
 from backhaul._worker_client.connection.lanes import LANE_LOST, NO_LANES, Lane, LaneOffer
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory, receiving
 from backhaul_proto.v1 import tensor_pb2
@@ -87,6 +93,8 @@ class AnswerStream(Generic[R]):
             self._call = method(request, timeout=LONGEST_S)
         except ValueError:
             raise closed_error() from None
+        except grpc.RpcError as error:
+            raise unsent_error(error) from None
         self._receive_in_thread(self._call, None)
 
     def _receive_in_thread(self, call: Any, lane: Lane | None) -> None:

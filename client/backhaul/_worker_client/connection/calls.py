@@ -8,7 +8,13 @@ import grpc
 from google.protobuf.message import Message
 
 from backhaul._worker_client.connection.deadlines import LONGEST_S, Liveness
-from backhaul._worker_client.connection.grpc_errors import closed_error, damaged_error, error_of, is_damage
+from backhaul._worker_client.connection.grpc_errors import (
+    closed_error,
+    damaged_error,
+    error_of,
+    is_damage,
+    unsent_error,
+)
 from backhaul_runtime.errors import TransferError, WorkerLostError
 
 _CLOSE_S = 2.0
@@ -79,6 +85,8 @@ def _called(
         future = method.future(request, timeout=LONGEST_S, wait_for_ready=wait_for_ready)
     except ValueError:
         raise closed_error() from None
+    except grpc.RpcError as error:
+        raise unsent_error(error) from None
     try:
         answer = (watch or Liveness(silence_s)).wait(future, check)
     except grpc.RpcError as error:

@@ -39,6 +39,12 @@ def error_of(error: grpc.RpcError) -> BackhaulError:
     return WorkerLostError("the worker is gone", status=status, details=details)
 
 
+def unsent_error(error: grpc.RpcError) -> WorkerError:
+    """Returns the error of a call that gRPC has not begun, because the request can't be encoded. The worker is well."""
+    forget_stack(error)
+    return WorkerError(f"a request could not be sent: {error.details() if isinstance(error, grpc.Call) else error}")
+
+
 def closed_error() -> WorkerLostError:
     """Returns the error of a call whose channel was closed. gRPC itself raises ValueError then."""
     return WorkerLostError("the connection was closed", status="CANCELLED")
