@@ -56,6 +56,7 @@ def test_four_hosts_of_which_one_is_cut_off(tmp_path: Path) -> None:
             "BACKHAUL_TLS": str(tmp_path / "tls" / "trainer"),
             "GLOO_SOCKET_IFNAME": "eth0",
             "OMP_NUM_THREADS": "1",
+            "BACKHAUL_SILENCE_S": "2",  # by its silence the loss is noticed
         }
         log = opened.enter_context((tmp_path / "log").open("w"))
         trainings = []
