@@ -11,8 +11,11 @@ from backhaul import Decision, ReplayError
 from backhaul_runtime.program.names import names
 from support import function_writes
 from support.bits import Checkpoint, plainly, same_bits
+from support.devices import on_the_host
 from support.function_calls import WIDTH, checkpointing
 from support.loopback import Loopback
+
+BY_NUMPY = on_the_host("NumPy sees no memory of a device")
 
 
 @pytest.fixture
@@ -107,7 +110,10 @@ def test_memory_of_the_inside_that_someone_keeps(remote: Loopback) -> None:
 
 
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
-@pytest.mark.parametrize(("name", "way"), [("ByNumPy", "numpy"), ("ByData", "data")])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [pytest.param("ByNumPy", "numpy", marks=BY_NUMPY), ("ByData", "data")],
+)
 def test_a_backward_that_names_a_way_to_write_unseen_stays_on_the_trainer(
     name: str, way: str, returns: str, remote: Loopback
 ) -> None:
@@ -146,7 +152,11 @@ def test_a_second_backward_starts_from_the_values_of_forward(returns: str, remot
     ("body", "read_only"),
     [
         (lambda x, w: function_writes.WritesKept.apply(x.exp(), w).cos(), lambda x, w: (x.exp() * w).cos()),
-        (lambda x, w: function_writes.ByNumPy.apply(x.sin() * w, w).cos(), lambda x, w: (x.sin() * w * w).cos()),
+        pytest.param(
+            lambda x, w: function_writes.ByNumPy.apply(x.sin() * w, w).cos(),
+            lambda x, w: (x.sin() * w * w).cos(),
+            marks=BY_NUMPY,
+        ),
     ],
     ids=["keeps an attribute", "stays on the trainer"],
 )

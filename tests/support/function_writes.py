@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from support.unseen import replace_unseen
 
 
 def double(tensor: Tensor) -> None:
     """Writes as a kernel outside torch does: no version counter, no mode and no name in a backward shows it."""
-    memory = np.asarray(tensor.detach())
-    memory *= 2
+    replace_unseen(tensor, 2)
 
 
 class Product(torch.autograd.Function):

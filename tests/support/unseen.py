@@ -1,5 +1,6 @@
 """Writes that torch does not see: NumPy's on the host, those of a kernel of the caller's own on a GPU."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ def replace_unseen(tensor: Tensor, factor: int, summand: int = 0) -> None:
     """Writes `factor * tensor + summand` to a contiguous float32 tensor on any device."""
     tensor = tensor.detach()
     if tensor.device.type == "cpu":
-        values = tensor.numpy()
+        values = np.asarray(tensor)
         values *= factor
         values += summand
     else:
