@@ -12,9 +12,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint $(C
 demo: $(VENV)/.server
 	$(BIN)/backhaul demo --dashboard --json demo.json $(if $(SERVE),--serve)
 
-# Three processes or four: tests wait for processes that they start, and each process of ours has a worker of its own.
+# Four processes: tests wait for processes that they start, and each process of ours has a worker of its own.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses $$(($$(nproc) > 3 ? 4 : 3)) --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 4 --dist worksteal
 
 # What a GPU runs, on a simulated one that needs none: see tests/support/simulated_cuda/README.md.
 test-simulated-gpu: $(VENV)/.dev

@@ -34,7 +34,7 @@ def test_a_figure_that_can_not_be_had_is_said_by_the_whole_command(tmp_path: Pat
     assert figures["vs_hivemind"]["verdict"] == "unavailable"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roundtrip, "PLAN", Plan(enough=1, most=1, warm=0))
     monkeypatch.setattr(roundtrip, "BACKWARDS", 1)

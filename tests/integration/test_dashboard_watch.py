@@ -90,7 +90,7 @@ def test_reports_are_taken_once_from_any_worker_in_any_order(workers: tuple[Fake
         assert dashboard.api(f"runs/{training.run}/steps")["step"] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_many_reports_come_in_pages(workers: tuple[FakeWorker, FakeWorker]) -> None:
     one, _ = workers
     training = Training(segments=1_000, workers=[one.address])
@@ -136,7 +136,7 @@ def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
         assert dashboard.get("/api/v1/segments.csv").text.count("\r\n") == 10_001
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_workers_of_a_file_are_watched_while_it_names_them(
     workers: tuple[FakeWorker, FakeWorker], tmp_path: Path
 ) -> None:

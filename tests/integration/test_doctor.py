@@ -112,6 +112,7 @@ def test_a_worker_that_does_not_answer_is_a_failed_check(capsys: pytest.CaptureF
     assert "1 of 2 checks failed: worker." in said
 
 
+@pytest.mark.nightly
 def test_a_wrong_token_is_a_failed_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("the-token-of-this-worker\n")

@@ -76,7 +76,7 @@ def test_a_device_is_named_as_torch_names_it(device: str) -> None:
         backhaul.connect(device=device)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_that_was_ended_in_order_is_started_again() -> None:
     worker = EmbeddedWorker(0, 30)
     worker.ensure()

@@ -137,6 +137,7 @@ def test_a_node_that_does_not_come_up_and_unequal_gradients_fail_their_cells_alo
     assert "UNEQUAL GRADIENTS: cell 2 (1 row in a step), repeat 1" in again.stderr
 
 
+@pytest.mark.nightly
 def test_a_worker_that_does_not_start_is_shown_with_its_log(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(TINY + '[nodes]\nworker_options = ["--memory", "much"]\n')
     done = experiment(tmp_path)

@@ -105,7 +105,7 @@ def test_a_worker_on_this_machine_gets_one_connection(options: dict[str, Any], w
         assert choice.count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_distant_worker_is_tried_with_more_than_one(worker: WorkerProcess) -> None:
     x, scale = torch.randn(1 << 20, requires_grad=True), torch.tensor(2.0)
 

@@ -42,6 +42,7 @@ def test_plans_are_predicted_and_the_best_is_written(
     assert not output.exists()
 
 
+@pytest.mark.nightly
 def test_nothing_fits_into_too_small_a_budget(
     worker: WorkerProcess, capsys: pytest.CaptureFixture[str], output: Path
 ) -> None:

@@ -172,7 +172,7 @@ def test_the_committed_costs_can_be_read(capsys: pytest.CaptureFixture[str]) -> 
     assert "32 blocks" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("speeds", [[0.1], [0.3], [1.0], [3.0], [0.5, 0.25], [0.3] * 8, [1.0] * 8, [0.1, 1.0, 0.4]])
+@pytest.mark.parametrize("speeds", [[0.1], [1.0], [3.0], [0.5, 0.25], [0.3] * 8])
 def test_blocks_of_many_micro_batches_keep_to_the_law(speeds: list[float]) -> None:
     predicted = predict_block(FREE, BlockSetup(segments=480, micro_batches=1_000, speeds=speeds))
     assert predicted.law == min(1 + sum(speeds), 4)
