@@ -67,13 +67,13 @@ class Settings:
     the trainer, and no worker."""
 
     boundaries: Boundaries = setting("auto")
-    """How a worker gets the boundary between two of its segments. "send": from the trainer. "derive": it computes the
-    boundary from the segment before, and the trainer sends only the digest. "auto": it derives boundaries in
-    accumulation blocks if sending one takes longer than the segment's forward."""
+    """How a worker gets the boundary between two of its segments. With "send" the trainer sends it. With "derive" the
+    worker computes it from the segment before, and the trainer sends only the digest. With "auto" it is derived in
+    accumulation blocks if sending it takes longer than the segment's forward."""
 
     compression: Compressed = setting("auto")
-    """Whether a parameter that changed is sent as the compressed difference from its previous version. "auto": if the
-    worker is reached over a link that is slow enough for that to save time. "on": always. "off": never."""
+    """Whether a parameter that changed is sent as the compressed difference from its previous version. With "on"
+    always, with "off" never, and with "auto" if the link to the worker is so slow that this saves time."""
 
     compression_bytes: int = setting(2 << 30, not_negative)
     """Bytes of copies of previous versions that the trainer may keep for `compression`. Parameters without a copy are
@@ -110,8 +110,8 @@ class Settings:
     """
 
     local: Local = setting("recompute")
-    """What the trainer does with its share of an accumulation block: "recompute" its segments, or "keep" their
-    activations, which takes memory and saves time. `accumulate(local=...)` overrides it."""
+    """What the trainer does with its share of an accumulation block. With "recompute" it recomputes its segments, and
+    with "keep" it keeps their activations, which takes memory and saves time. `accumulate(local=...)` overrides it."""
 
     held_bytes: int = setting(0, not_negative)
     """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
