@@ -20,7 +20,7 @@ from backhaul._worker_client.answers.uncollected_gradients import UncollectedGra
 from backhaul._worker_client.remote_segment import SavedSegment
 from conftest import QUIET, quiet, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.devices import DEVICE
+from support.devices import NO_SPARSE, on_the_host
 from support.processes import WorkerProcess
 
 SEGMENTS, WIDTH = 4, 32
@@ -426,7 +426,7 @@ def test_a_block_that_begins_with_gradients_holds_no_more_for_more_micro_batches
     assert 0 < held_bytes(3) == held_bytes(8)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the simulated device has no sparse tensors")
+@on_the_host(NO_SPARSE)
 def test_sparse_gradients(session: Session) -> None:
     def gradients(checkpoint: Checkpoint, accumulate: Any = None) -> list[Tensor]:
         torch.manual_seed(0)

@@ -62,11 +62,8 @@ class SavedTensorHooks:
                 guarded(self._expect, handle.kept, handle.index, tensor)
         if handle.kept is not None:
             return handle
-        is_statistic = bool(guarded(_is_statistic, recorder.op, tensor))
-        in_kept_region = bool(guarded(is_in_kept_region))
+        is_statistic, in_kept_region = guarded(self._looked_at, recorder, tensor) or (False, False)
         self.has_kept_region |= in_kept_region
-        if not in_kept_region and not recorder.has_lost_track:
-            guarded(self._count, tensor)
         if in_kept_region or recorder.has_lost_track:
             handle.kept = self._kept(handle.index, tensor, is_statistic=is_statistic)
         else:
@@ -81,9 +78,16 @@ class SavedTensorHooks:
             handle.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         return handle
 
-    def _count(self, tensor: Tensor) -> None:
-        assert self.recorder is not None
-        recording = self.recorder.recording
+    def _looked_at(self, recorder: Recorder, tensor: Tensor) -> tuple[bool, bool]:
+        """Returns whether a tensor is a statistic, and whether it is in a kept region. Counts one that is dropped."""
+        is_statistic = unsupported_reason(tensor) is None and hides_write(recorder.op, tensor)
+        in_kept_region = is_in_kept_region()
+        if not in_kept_region and not recorder.has_lost_track:
+            self._count(recorder, tensor)
+        return is_statistic, in_kept_region
+
+    def _count(self, recorder: Recorder, tensor: Tensor) -> None:
+        recording = recorder.recording
         source = recording.saved[-1].source
         if source < 0 or not recording.sources[source].is_leaf:
             self.packed_bytes += self._packed.add(tensor)
@@ -133,7 +137,7 @@ class SavedTensorHooks:
         return self._hold(tensor, layout, address)
 
     def _kept(self, index: int, tensor: Tensor, *, is_statistic: bool) -> KeptTensor:
-        """Keeps a tensor, after a step of our own has failed as autograd would keep it, without our checks."""
+        """Keeps a tensor. Once a step of our own has failed, autograd's own checks are all that it gets."""
         assert self.recorder is not None
         recording = self.recorder.recording
         is_plain = recording.guarded(unsupported_reason, tensor) is None
@@ -164,11 +168,6 @@ def _modified(tensor: Tensor, saved_version: int) -> Exception:
         f"{list(tensor.shape) if is_plain else type(tensor).__name__} is at version {version_of(tensor)}, it was saved "
         f"at {saved_version}. This also fails without checkpointing: use the out-of-place op"
     )
-
-
-def _is_statistic(op: str, tensor: Tensor) -> bool:
-    """Whether an op writes to a tensor that autograd saves of it, although it reads none of that in backward."""
-    return unsupported_reason(tensor) is None and hides_write(op, tensor)
 
 
 def unpack(handle: Handle | Tensor) -> Tensor:
