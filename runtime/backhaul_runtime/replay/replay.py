@@ -43,16 +43,14 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.backward_watch import CHANGES, WRITES, BackwardWatch
-from backhaul_runtime.replay.context_state import context_digest, is_changed
 from backhaul_runtime.replay.footprint import FootprintMeter
+from backhaul_runtime.replay.function_backwards import FunctionBackwards
 from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
 from backhaul_runtime.replay.opaque_check import OpaqueCheck
-from backhaul_runtime.replay.outside_writes import OutsideWrites
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
-from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, KnownDigests, read
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
 from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact, with_memory
 from backhaul_runtime.tensors.random_projection import read_projections, unread_projections
@@ -60,7 +58,6 @@ from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
 from backhaul_runtime.torch_internals.graph_entries import (
-    ADDED_TO_GRADIENT,
     with_history_of,
     with_own_history,
     without_gradient,
@@ -510,26 +507,6 @@ class Replay:
             )
         return {target: len(self._sources) + i for i, source in enumerate(casts) for target in made[source]}
 
-    def _deny_changed(self, contexts: Sequence[Digest | None]) -> None:
-        """Keeps functions on the trainer whose backward has changed its context: a second backward would see that."""
-        for (name, node), before in zip(self._custom[: len(contexts)], contexts, strict=True):
-            if is_changed(before, context_digest(node)):
-                names.deny(name, f"the backward of {name} {CHANGES}")
-
-    def _deny_adding(self, error: BackhaulError) -> None:
-        """Keeps the program's functions on the trainer after an error that one of them has added to gradients."""
-        if error.message == ADDED_TO_GRADIENT and self._is_own:
-            for name in self._program.functions:
-                names.deny(name, error.message)
-
-    def _note_writes(self, writes: OutsideWrites) -> None:
-        """Keeps functions on the trainer that have written to sources or outputs. Raises ReplayError on a worker."""
-        self.written = writes.changed()
-        for name in sorted({name for writers in self.written.values() for name in writers}):
-            if not self._is_own:
-                raise ReplayError(f"the backward of {name} {WRITES}", function=name)
-            names.deny(name, f"the backward of {name} {WRITES}")
-
     def backward(self, gradients: Mapping[int, Tensor], *, create_graph: bool = False) -> list[Contribution]:
         """Runs the backward once. It frees the graph unless `create_graph` is set.
 
@@ -566,27 +543,23 @@ class Replay:
         ]
         if not gradients and self._program.functions and len(self._outputs) == 1:
             given = [(without_gradient(self._outputs[0]), torch.ones(()))]
-        own = set[int]().union(*self._packing.of_functions.values()) - self._lent
-        # On the trainer a function may do anything, as without checkpointing. Only what a second backward would see of
-        # it is noted. On a worker it is watched.
-        contexts = [context_digest(node) for _, node in self._custom] if self._is_own else []
-        ends = (*enumerate(self._sources), *enumerate(self._outputs, len(uses) - len(self._outputs)))
-        writes = OutsideWrites(dict(ends), self._packing.of_functions)
-        watch = BackwardWatch(self._custom, {t.device for t in self._outputs}, own, self._lent) if is_guarded else None
+        functions = FunctionBackwards(
+            self._program.functions,
+            self._custom,
+            self._sources,
+            dict(enumerate(self._outputs, len(uses) - len(self._outputs))),
+            self._packing.of_functions,
+            self._lent,
+            is_own=self._is_own,
+        )
         try:
             if inputs and given:  # torch raises an error without either
                 outputs, of_outputs = zip(*given, strict=True)
                 torch.autograd.grad(outputs, inputs, of_outputs, create_graph=create_graph, allow_unused=True)
-            if watch is not None:
-                watch.end()
-            self._note_writes(writes)
-            self._deny_changed(contexts)
+            self.written = functions.end()
             self._check_identities()
-            # The addition went to a copy of the parameter, and the caller's own would miss it.
-            if self._program.functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
-                raise ReplayError(ADDED_TO_GRADIENT)
         except BackhaulError as error:  # raised by `check`, or a SavedTensorModifiedError
-            self._deny_adding(error)
+            functions.failed(error)
             raise
         except Exception as error:  # a backward formula may raise any type of error
             if self._program.functions and self._is_own:
