@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,6 +109,26 @@ def test_nobody_at_all_is_a_failure(nobody: str) -> None:
     process = top(nobody, "--once")
     assert process.returncode == 1
     assert row(process.stdout, nobody) == [nobody, "unreachable"]
+
+
+class LateOnce(FakeWorker):
+    """A worker that misses the first poll, as one on a busy machine does."""
+
+    missed = False
+
+    def GetTelemetry(self, request: telemetry_pb2.GetTelemetryRequest, context: Any) -> Any:  # noqa: N802
+        while not self.missed and context.is_active():
+            time.sleep(0.05)
+        self.missed = True
+        return super().GetTelemetry(request, context)
+
+
+@pytest.mark.slow
+def test_a_worker_that_answers_late_once_is_asked_again() -> None:
+    with LateOnce() as worker:
+        process = top(worker.address, "--once")
+    assert process.returncode == 0
+    assert row(process.stdout, worker.address)[1] == "serving"
 
 
 @pytest.mark.slow

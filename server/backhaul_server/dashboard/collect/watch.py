@@ -83,7 +83,7 @@ class Watch:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every source was read, and every worker has answered or failed at least once."""
+        """Whether every source was read, and every worker has answered, or is out of reach."""
         return not self._unread and all(worker.was_asked for worker in self.workers)
 
     def workers_of(self, run: TrainerRun) -> dict[str, Watched]:

@@ -18,7 +18,8 @@ SEEN_S = 3.0
 """Seconds without an answer after which a worker is not healthy, whatever state it last reported."""
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
 NOTED_AFTER = 2
-"""Polls in a row without an answer after which the event log says so. One may be late on a busy machine."""
+"""Polls in a row without an answer after which a worker counts as out of reach. One may be late on a busy machine, and
+a worker that restarts misses one."""
 _MARKS = 600
 
 State = Literal["serving", "draining", "unreachable"]
@@ -52,7 +53,7 @@ class Watched:
         telemetry: The last answer without its reports; None before the first.
         answered_at_s: When the last answer came, in seconds since 1970; 0 before the first.
         error: Why the worker has not answered since; empty while it answers.
-        was_asked: Whether the worker has answered or failed at least once.
+        was_asked: Whether the worker has answered, or missed as many polls in a row as the event log notes.
         memory: Bytes by tier over time, in the order of TIERS.
         load: The share of the time in which the worker computed, since the sample before, from 0 to 1.
         clock: The comparison of the worker's clock with this process's.
@@ -110,7 +111,8 @@ class Watched:
         if self._missed == NOTED_AFTER:
             does = "stopped answering" if self.answered_at_s else "does not answer"
             self._note(time.time(), "worker_unreachable", f"Worker {self.address.text} {does}: {clipped(error, 200)}")
-        self.was_asked, self.error = True, clipped(error, 300)
+        self.was_asked |= self._missed >= NOTED_AFTER
+        self.error = clipped(error, 300)
 
     def answered(self, telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
         """Processes an answer whose reports were removed."""

@@ -131,7 +131,7 @@ def create_app(
     async def readyz() -> PlainTextResponse:
         waiting = [worker.address.text for worker in watch.workers if not worker.was_asked]
         if waiting:
-            return PlainTextResponse(f"no answer yet, nor a failure, of {', '.join(waiting)}\n", 503)
+            return PlainTextResponse(f"no answer yet of {', '.join(waiting)}\n", 503)
         return PlainTextResponse("ok\n")
 
     @app.api_route("/", methods=_READING, include_in_schema=False)
