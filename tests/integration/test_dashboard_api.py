@@ -11,7 +11,12 @@ from typing import Any, get_args
 import pytest
 
 from backhaul_server.dashboard.collect.segments import Column
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.base import Schema, example_of
+from backhaul_server.dashboard.schemas.latency import Phases
+from backhaul_server.dashboard.schemas.memory import HeldHistory, TierHistory
+from backhaul_server.dashboard.schemas.pages import Page
+from backhaul_server.dashboard.schemas.runs import RunSeries
+from backhaul_server.dashboard.schemas.segments import SegmentStatus
 from conftest import wait_until
 from support.dashboards import Dashboard
 from support.reporting import FakeWorker, Training
@@ -71,16 +76,17 @@ def test_every_route_and_model_is_described_with_an_example(dashboard: Dashboard
             assert parameter["description"], (path, parameter)
             assert "examples" in parameter["schema"] or "examples" in parameter, (path, parameter)
     assert set(described["components"]["securitySchemes"]) == {"token", "login"}
+    models = {model.__name__: model for model in (*Schema.__subclasses__(), *Page.__subclasses__())}
     for name, model in described["components"]["schemas"].items():
         for field, about in model["properties"].items():
             assert len(about.get("description", "").split()) >= 3 or name in FRAMEWORKS, (name, field)
-        if hasattr(schemas, name) and name not in FRAMEWORKS:
-            getattr(schemas, name).model_validate(model["examples"][0])
+        if name not in FRAMEWORKS:
+            models[name].model_validate(model["examples"][0])
 
 
 def test_examples_of_lists_are_equally_long() -> None:
-    for model in (schemas.TierHistory, schemas.HeldHistory, schemas.Phases, schemas.RunSeries):
-        example = schemas.example_of(model)
+    for model in (TierHistory, HeldHistory, Phases, RunSeries):
+        example = example_of(model)
         assert len({len(value) for key, value in example.items() if isinstance(value, list) and key != "marks"}) == 1
 
 
@@ -146,7 +152,7 @@ def test_what_is_unknown_is_named(path: str, dashboard: Dashboard) -> None:
 
 
 def test_columns_are_those_of_a_segment() -> None:
-    assert get_args(Column) == tuple(name for name in schemas.SegmentStatus.model_fields if name != "reasons")
+    assert get_args(Column) == tuple(name for name in SegmentStatus.model_fields if name != "reasons")
 
 
 @pytest.mark.parametrize("column", get_args(Column))
@@ -176,7 +182,7 @@ def test_the_csv_has_all_rows_and_no_formulas(dashboard: Dashboard, training: Tr
     assert answer.headers["content-type"].startswith("text/csv")
     assert "attachment" in answer.headers["content-disposition"]
     rows = list(csv.DictReader(io.StringIO(answer.text)))
-    assert tuple(rows[0]) == tuple(schemas.SegmentStatus.model_fields)
+    assert tuple(rows[0]) == tuple(SegmentStatus.model_fields)
     assert [row["segment"] for row in rows] == [*(f"'=Block #{i}" for i in range(4)), "Head #0"]
     assert {row["run"] for row in rows} == {training.run}
     assert [row["reasons"] for row in rows] == [*[""] * 4, "1 x a custom Function"]

@@ -23,7 +23,8 @@ from backhaul_server.dashboard.collect.segments import ROWS
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.trainers import CALLS_BYTES, DETAILED_RUNS, ROWS_IN_ALL, RUNS, Trainers
 from backhaul_server.dashboard.collect.watch import Watch
-from backhaul_server.dashboard.history.archive import NoArchive
+from backhaul_server.dashboard.history.retention import MEMORY
+from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.http.api import add_routes
 from backhaul_server.dashboard.http.feed import Feed
 from backhaul_server.dashboard.http.sources import Sources
@@ -90,7 +91,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.watch = Watch(parse_sources("a:1,b:2"))
-        self._sources = Sources(self.watch, Alerts(self.watch), NoArchive())
+        self._sources = Sources(self.watch, Alerts(self.watch), History(MEMORY, 1))  # not started: it keeps nothing
         self.feed = Feed(self._sources.live)
         self._app = FastAPI()
         add_routes(self._app, self._sources, self.feed)

@@ -13,15 +13,27 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_server.dashboard.collect import event_log
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.event_log import KINDS, WORDS, Burst, EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.event_log import Burst, EventLog, of_trainer
 from backhaul_server.dashboard.collect.plain_words import why_unanswered
 from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.watched import Watched
-from backhaul_server.dashboard.history.archive import EventSelection
-from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, event_row, report_rows
+from backhaul_server.dashboard.history.selection import EventSelection
+from backhaul_server.dashboard.history.sqlite import HistoryFile, Row, event_row, report_rows
+from backhaul_server.dashboard.schemas.events import KINDS, WORDS, EventEntry, Kind
 from backhaul_server.dashboard.views.events import selected_events
 from support.reporting import Training
+
+
+def noted(name: str, at_s: float, kind: Kind, **more: str) -> EventEntry:
+    """An entry of the log."""
+    return EventEntry.model_validate({"id": name, "at_s": at_s, "kind": kind, **more})
+
+
+def of_tomorrow(name: str, at_s: float, text: str = "") -> Row:
+    """The row of an event of a kind that only a newer version knows."""
+    statement, values = event_row(noted(name, at_s, "fell_back", run="run", worker="gpu:1", text=text))
+    return statement, {**values, "kind": "of tomorrow"}
 
 
 def answer(**fields: object) -> telemetry_pb2.GetTelemetryResponse:
@@ -123,7 +135,7 @@ def test_a_run_that_began_before_the_dashboard_ends_after_all_of_its_steps() -> 
 def test_a_trainers_events_keep_their_ids_and_kinds_of_newer_trainers_are_left_out() -> None:
     reported = telemetry_pb2.Event(kind="worker_lost", worker="gpu:1", text="gone", number=7)
     event = of_trainer("run", reported, 50.0)
-    assert event == LogEvent("run-7", 50.0, "worker_lost", "run", "gpu:1", "", "gone", 1)
+    assert event == noted("run-7", 50.0, "worker_lost", run="run", worker="gpu:1", text="gone")
     assert event is not None
     assert event.severity == "warning"
     assert of_trainer("run", telemetry_pb2.Event(kind="of tomorrow"), 50.0) is None
@@ -131,17 +143,17 @@ def test_a_trainers_events_keep_their_ids_and_kinds_of_newer_trainers_are_left_o
 
 def test_the_log_is_bounded_and_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "MOST", 3)
-    kept: list[LogEvent] = []
+    kept: list[EventEntry] = []
     log = EventLog(kept.append)
     for number in [0, 1, 1, 2, 3]:
-        log.add(LogEvent(str(number), number, "worker_lost"))
+        log.add(noted(str(number), number, "worker_lost"))
     assert [event.id for event in log] == ["1", "2", "3"]
     assert [event.id for event in kept] == ["0", "1", "2", "3"]
 
 
 def test_pages_of_events_are_the_newest_first_and_join() -> None:
-    log = [LogEvent(str(number), number // 2, "worker_lost", run="ab"[number % 2]) for number in range(6)]
-    log.append(LogEvent("of no run", 1.0, "worker_reachable"))
+    log = [noted(str(number), number // 2, "worker_lost", run="ab"[number % 2]) for number in range(6)]
+    log.append(noted("of no run", 1.0, "worker_reachable"))
     wanted = EventSelection(2, runs=("a",), since_s=1.0)
     page = selected_events(log, wanted)
     assert ([event.id for event in page.events], page.total) == (["4", "of no run"], 3)
@@ -169,10 +181,10 @@ def test_events_are_filtered_by_severity_and_text_in_memory_as_in_the_file(
     tmp_path: Path, wanted: EventSelection, ids: str
 ) -> None:
     log = [
-        LogEvent("0", 0.0, "fell_back", "run", "gpu:1", "Block.7", "the worker was busy"),
-        LogEvent("1", 1.0, "worker_reachable", "", "gpu:1", "", "Worker gpu:1 is there"),
-        LogEvent("2", 2.0, "worker_unreachable", "", "gpu:1", "", "Worker gpu:1 is gone"),
-        LogEvent("3", 3.0, "run_began", "other", "", "", "began"),
+        noted("0", 0.0, "fell_back", run="run", worker="gpu:1", segment="Block.7", text="the worker was busy"),
+        noted("1", 1.0, "worker_reachable", worker="gpu:1", text="Worker gpu:1 is there"),
+        noted("2", 2.0, "worker_unreachable", worker="gpu:1", text="Worker gpu:1 is gone"),
+        noted("3", 3.0, "run_began", run="other", text="began"),
     ]
     page = selected_events(log, wanted, lambda run: "LoRA rank 3" if run == "run" else "")
     assert "".join(event.id for event in page.events) == ids
@@ -181,8 +193,7 @@ def test_events_are_filtered_by_severity_and_text_in_memory_as_in_the_file(
     try:
         run = telemetry_pb2.Run(id="run", name="LoRA", rank=3, world_size=4)
         report = report_rows(telemetry_pb2.TrainerReport(run=run), 10.0)
-        newer = EventRow(("x", 1.5, "of tomorrow", "run", "gpu:1", "", "fallback lora rank 3", 1))
-        file.write([report, newer, *map(event_row, log)])
+        file.write([*report, of_tomorrow("x", 1.5, "fallback lora rank 3"), *map(event_row, log)])
         assert file.events(wanted) == page
     finally:
         file.close()
@@ -191,9 +202,8 @@ def test_events_are_filtered_by_severity_and_text_in_memory_as_in_the_file(
 def test_kinds_of_a_newer_version_do_not_end_the_pages(tmp_path: Path) -> None:
     file = HistoryFile(str(tmp_path / "history.sqlite3"))
     try:
-        log = [LogEvent(str(number), number, "worker_lost") for number in range(4)]
-        newer = [EventRow((f"n{number}", number + 0.5, "of tomorrow", "", "", "", "", 1)) for number in range(4)]
-        file.write([*map(event_row, log), *newer])
+        log = [noted(str(number), number, "worker_lost") for number in range(4)]
+        file.write([*map(event_row, log), *(of_tomorrow(f"n{number}", number + 0.5) for number in range(4))])
         page = file.events(EventSelection(3))
         assert ([event.id for event in page.events], page.total) == (["3", "2", "1"], 4)
     finally:

@@ -37,7 +37,7 @@ def run_of(watch: Watch, training: Training, *links: telemetry_pb2.Link, now_s: 
 
 
 def test_rates_are_those_of_the_last_ten_seconds_by_the_trainers_clock() -> None:
-    record = LinkRecord("a:1")
+    record = LinkRecord(link_of("a:1"))
     assert record.rates(NOW_S) == (0.0, 0.0)
     for second in range(21):
         record.take(link_of(up_bytes=100 * second, down_bytes=10 * second**2), 500.0 + second, NOW_S + second)
@@ -49,7 +49,7 @@ def test_rates_are_those_of_the_last_ten_seconds_by_the_trainers_clock() -> None
 
 
 def test_a_link_goes_on_after_the_trainers_clock_was_set_back() -> None:
-    record = LinkRecord("a:1")
+    record = LinkRecord(link_of("a:1"))
     for second in range(3):
         record.take(link_of(up_bytes=100 * second), 5_000.0 + second, NOW_S + second)
     for second in range(3, 6):
@@ -60,9 +60,9 @@ def test_a_link_goes_on_after_the_trainers_clock_was_set_back() -> None:
 
 
 def test_a_trainer_is_aligned_through_the_worker_with_the_smallest_error() -> None:
-    links = [LinkRecord("a:1"), LinkRecord("b:2"), LinkRecord("c:3")]
+    links = [LinkRecord(link_of("a:1")), LinkRecord(link_of("b:2")), LinkRecord(link_of("c:3", round_trip_s=0.0))]
     links[0].take(link_of(clock_offset_s=5.0, clock_error_s=0.5), 1.0, 1.0)
-    links[1].take(link_of(clock_offset_s=-3.0, clock_error_s=0.01), 1.0, 1.0)
+    links[1].take(link_of("b:2", clock_offset_s=-3.0, clock_error_s=0.01), 1.0, 1.0)
     clocks = {"a:1": (7.0, 0.1), "b:2": (-1.5, 0.02), "c:3": (0.0, 0.0)}
     aligned = alignment(links, clocks)
     assert aligned is not None

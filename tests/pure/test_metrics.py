@@ -8,9 +8,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.collect.event_log import KINDS, LogEvent
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
+from backhaul_server.dashboard.schemas.events import KINDS, EventEntry
 from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
 
 BASE_UNITS = {"bytes", "seconds", "ratio"}
@@ -87,9 +87,9 @@ def test_each_number_is_what_the_worker_said() -> None:
 
 def test_events_are_counted_by_kind() -> None:
     source = FakeSource()
-    source.events.add(LogEvent("1", 10.0, "refusals", count=7))
-    source.events.add(LogEvent("1", 10.0, "refusals", count=7))  # told twice
-    source.events.add(LogEvent("2", 11.0, "worker_lost"))
+    source.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))
+    source.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))  # told twice
+    source.events.add(EventEntry(id="2", at_s=11.0, kind="worker_lost"))
     counts = {name[1]: value for name, value in samples(source).items() if name[0] == "backhaul_events_total"}
     assert set(counts) == set(KINDS)
     assert {kind: count for kind, count in counts.items() if count} == {"refusals": 7, "worker_lost": 1}

@@ -1,27 +1,33 @@
 """The sentence on a run: what it depends on, and that it says why not."""
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from backhaul_server.dashboard.views.verdict import FEWEST_STEPS, RunCosts, in_bytes, in_ms, verdict
+from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.collect.verdict import FEWEST_STEPS, in_bytes, in_ms, verdict
+from backhaul_server.dashboard.schemas.runs import RunVerdict
 
-GOOD = RunCosts(
+GOOD = Totals(
     steps=100,
-    peak_bytes=700_000_000,
-    saved_bytes=300_000_000,
     wait_s=6.0,
     overhead_s=2.0,
     spared_s=20.0,
-    remote=800,
+    gradients=800,
     fallbacks=0,
-    transfer_s=5.0,
-    queue_s=0.5,
+    upload_s=5.0,
+    exposed_queue_s=0.5,
 )
+PEAK_BYTES, SAVED_BYTES = 700_000_000, 300_000_000
+
+
+def judged_of(*, peak_bytes: int = PEAK_BYTES, saved_bytes: int = SAVED_BYTES, **changed: float) -> RunVerdict:
+    """The verdict on a good run with some measurements changed."""
+    return verdict(GOOD._replace(**changed), peak_bytes, saved_bytes)
 
 
 def test_a_run_that_is_no_slower_than_recomputing_here_is_worth_it() -> None:
-    judged = verdict(GOOD)
+    judged = judged_of()
     assert (judged.is_worth_it, judged.why) == (True, "")
     assert judged.saved_share == pytest.approx(0.3)
     assert judged.added_ms == pytest.approx(80)
@@ -36,18 +42,18 @@ def test_a_run_that_is_no_slower_than_recomputing_here_is_worth_it() -> None:
     ("changed", "why"),
     [
         ({"wait_s": 30.0}, "backward waited longer for workers than the trainer would have computed"),
-        ({"wait_s": 30.0, "transfer_s": None, "queue_s": None}, "backward waited longer for workers"),
-        ({"wait_s": 30.0, "queue_s": 20.0}, "backward waited for segments in workers' queues"),
-        ({"wait_s": 30.0, "transfer_s": 40.0}, "sending and fetching the segments takes longer"),
+        ({"wait_s": 30.0, "upload_s": 0.0, "exposed_queue_s": 0.0}, "backward waited longer for workers"),
+        ({"wait_s": 30.0, "exposed_queue_s": 20.0}, "backward waited for segments in workers' queues"),
+        ({"wait_s": 30.0, "upload_s": 40.0}, "sending and fetching the segments takes longer"),
         ({"overhead_s": 30.0}, "recording, digests and sending keep the trainer's own threads busy"),
         ({"saved_bytes": 10_000_000}, "only a small part of the peak"),
         ({"fallbacks": 200}, "200 of the 1,000 recomputations meant for workers ran on the trainer"),
-        ({"remote": 0, "fallbacks": 3}, "no worker recomputed anything"),
-        ({"remote": 0}, "no segment was given to a worker"),
+        ({"gradients": 0, "fallbacks": 3}, "no worker recomputed anything"),
+        ({"gradients": 0}, "no segment was given to a worker"),
     ],
 )
-def test_a_run_that_was_not_worth_it_says_why(changed: dict[str, float | None], why: str) -> None:
-    judged = verdict(replace(GOOD, **changed))  # type: ignore[arg-type]
+def test_a_run_that_was_not_worth_it_says_why(changed: dict[str, Any], why: str) -> None:
+    judged = judged_of(**changed)
     assert judged.is_worth_it is False
     assert why in judged.why
     assert judged.sentence.endswith(f": not worth it, because {judged.why}")
@@ -62,8 +68,8 @@ def test_a_run_that_was_not_worth_it_says_why(changed: dict[str, float | None], 
         ({"peak_bytes": 0}, "the trainer's peak memory is not known"),
     ],
 )
-def test_a_run_of_which_too_little_is_known_is_not_judged(changed: dict[str, int], why: str) -> None:
-    judged = verdict(replace(GOOD, **changed))
+def test_a_run_of_which_too_little_is_known_is_not_judged(changed: dict[str, Any], why: str) -> None:
+    judged = judged_of(**changed)
     assert judged.is_worth_it is None
     assert why in judged.why
     assert judged.sentence == f"Not known yet whether workers are worth it: {judged.why}"

@@ -81,13 +81,12 @@ def _trainers(runs: list[TrainerRun], now_s: float) -> Table:
     table = _table("trainer", "state", ">step", ">ms", ">wait ms", ">fallbacks", ">saved", ">loss")
     for run in runs:
         shown, recent = run_summary(run, now_s), run.recent.since(now_s - RECENT_S)
-        wait_ms = 1e3 * recent.wait_s / recent.steps if recent.steps else None
         table.add_row(
             Text(shown.trainer),
             Text(shown.state, _COLOURS.get(shown.state, "")),
             Text(f"{shown.last_step:,}"),
             Text(_number(shown.median_step_ms)),
-            Text(_number(wait_ms)),
+            Text(_number(recent.per_step_ms(recent.wait_s))),
             Text(f"{shown.fallbacks:,}", _COLOURS["warning"] if shown.fallbacks else ""),
             Text(_size(run.last_step.saved_bytes)),
             Text(_number(shown.last_loss)),

@@ -7,6 +7,9 @@ from backhaul_server.dashboard.collect.series import LARGEST, Series
 from backhaul_server.dashboard.collect.trainers import RUNS, Trainers
 from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
 
+HELD = ("held_bytes", "trainer_peak_bytes", "saved_bytes")
+"""Bytes held on all workers for a run, its trainer's peak memory, and the bytes that workers spare the trainer."""
+
 
 @dataclass(slots=True)
 class WorkerMemoryOfRun:
@@ -16,13 +19,13 @@ class WorkerMemoryOfRun:
         run: The id of the run.
         trainer: The host and process of the trainer.
         budget_bytes: The sum of the budgets of the workers that it has sessions on.
-        series: Bytes held on the workers, the trainer's peak memory, and the bytes that workers spare the trainer.
+        series: Bytes over time, in the order of HELD.
     """
 
     run: str
     trainer: str
     budget_bytes: int = 0
-    series: Series = field(default_factory=lambda: Series(KEPT_S, 3))
+    series: Series = field(default_factory=lambda: Series(KEPT_S, len(HELD)))
 
 
 class HeldMemory:

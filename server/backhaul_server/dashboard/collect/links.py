@@ -16,25 +16,22 @@ _SAMPLES = 64
 
 @dataclass(slots=True)
 class LinkRecord:
-    """One link, as its trainer last reported it.
+    """One link, as its trainer reported it.
 
     Attributes:
-        worker: Address of the worker, as the trainer was given it.
-        round_trip_s: The shortest of the last round trips in seconds; 0 if unknown.
-        clock_offset_s: The worker's clock minus the trainer's, in seconds.
-        clock_error_s: The largest possible error of the offset; infinite if the offset is unknown.
-        connections: The number of open connections; 0 while the worker is lost.
-        heard_at_s: When the last report arrived, by this process's clock.
+        last: The last report.
+        heard_at_s: When it arrived, by this process's clock.
         traffic: The bytes sent and received since the run began, over time by the trainer's clock.
     """
 
-    worker: str
-    round_trip_s: float = 0.0
-    clock_offset_s: float = 0.0
-    clock_error_s: float = inf
-    connections: int = 0
+    last: telemetry_pb2.Link
     heard_at_s: float = 0.0
     traffic: Series = field(default_factory=lambda: Series(_SAMPLES, 2))
+
+    @property
+    def clock(self) -> telemetry_pb2.Link | None:
+        """The last report if it compares both clocks; None before the trainer has measured a round trip."""
+        return self.last if self.last.round_trip_s > 0 else None
 
     def take(self, link: telemetry_pb2.Link, sent_at_s: float, now_s: float) -> None:
         """Adds a sanitized report. Older ones than the last, which may arrive twice, change nothing.
@@ -46,10 +43,8 @@ class LinkRecord:
             if link.up_bytes + link.down_bytes <= last_bytes:
                 return
             self.traffic = Series(_SAMPLES, 2)
-        self.round_trip_s, self.connections = link.round_trip_s, link.connections
-        is_known = link.round_trip_s > 0
-        self.clock_offset_s = link.clock_offset_s if is_known else 0.0
-        self.clock_error_s = link.clock_error_s if is_known else inf
+        self.last = telemetry_pb2.Link()
+        self.last.CopyFrom(link)  # a copy, because a part of a message keeps the whole report alive
         self.heard_at_s = now_s
         self.traffic.append(sent_at_s, (link.up_bytes, link.down_bytes))
 
@@ -71,7 +66,7 @@ def take_links(records: dict[str, LinkRecord], report: telemetry_pb2.TrainerRepo
         if record is None:
             if len(records) >= LINKS:
                 continue
-            record = records[link.worker] = LinkRecord(link.worker)
+            record = records[link.worker] = LinkRecord(link)
         record.take(link, report.sent_at_s, now_s)
 
 
@@ -96,10 +91,10 @@ def alignment(links: Iterable[LinkRecord], clock_of: Mapping[str, tuple[float, f
         clock_of: Our own comparison with each worker by its address: its clock minus ours, and the largest error.
     """
     through = [
-        Alignment(link.clock_offset_s - offset_s, link.clock_error_s + error_s)
+        Alignment(clock.clock_offset_s - offset_s, clock.clock_error_s + error_s)
         for link in links
-        if link.clock_error_s < inf and link.worker in clock_of
-        for offset_s, error_s in [clock_of[link.worker]]
+        if (clock := link.clock) is not None and clock.worker in clock_of
+        for offset_s, error_s in [clock_of[clock.worker]]
         if error_s < inf
     ]
     return min(through, key=lambda way: way.error_s, default=None)

@@ -1,21 +1,22 @@
 """Sanitizes reports and telemetry where they arrive, because trainers and workers may be buggy or hostile.
 
 Messages are changed in place, so that later code needs no checks: numbers are finite, not negative and of plausible
-size, strings are short and printable, and lists are bounded. A report that names no run is rejected.
+size, strings are short and printable, and lists are bounded. A report that names no run is rejected. What differs from
+the usual limit of a type is in `_OF_FIELD`, by the name of the field.
 """
 
 import math
 import re
-from collections.abc import MutableMapping, MutableSequence
-from typing import TypeVar
+from collections.abc import Callable, MutableMapping, MutableSequence
+from functools import cache, partial
+from typing import Any
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 from backhaul_server.dashboard.collect.series import LARGEST
-
-T = TypeVar("T")
 
 DECISIONS = frozenset({"gradients", "activations", "trainer", "kept", ""})
 LANES = frozenset(telemetry_pb2.Lane.values()) - {telemetry_pb2.LANE_UNSPECIFIED}
@@ -27,77 +28,34 @@ STEPS = 1_000
 CALLS = 20_000
 """The largest number of calls in one report."""
 CALLS_OF_A_STEP = 16_384
-_SPANS = 32
-_ENTRIES = 64
-_SESSIONS = 256
-_METHODS = 64
-_SHARES = 64
 EVENTS = 100
 """The largest number of events in one report."""
-_LINKS = 256
+_ENTRIES = 64
+"""The largest number of entries of any other list or map."""
+_SPANS = 32
 _WORST_DRIFT = 1e9
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+Rule = Callable[[Any], Any]
+"""Returns the sanitized value of a scalar, or changes a message, list or map in place."""
 
 
 def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
     """Sanitizes a report in place. Returns False if it names no run and is therefore useless."""
-    run = report.run
-    if not _RUN.fullmatch(run.id):
+    if not _RUN.fullmatch(report.run.id):
         return False
-    run.trainer, run.client_version = clipped(run.trainer), clipped(run.client_version, 64)
-    run.started_at_s = _within(run.started_at_s, LATEST_S)
-    run.name, run.notes = clipped(run.name, MAX_RUN_NAME), _clipped_lines(run.notes, MAX_NOTES)
-    del run.tags[MAX_TAGS:]
-    for index, tag in enumerate(run.tags):
-        run.tags[index] = clipped(tag, MAX_TAG)
-    _clean_map(run.settings)
-    _clean_map(run.fingerprint)
-    _clean_strings(run.workers)
-    report.dropped = min(LARGEST, report.dropped + _shorten(report.steps, STEPS) + _shorten(report.calls, CALLS))
+    surplus = max(0, len(report.steps) - STEPS) + max(0, len(report.calls) - CALLS)
+    clean(report)
+    report.dropped = min(LARGEST, report.dropped + surplus)
     for step in report.steps:
-        _clean_step(step)
+        if not math.isfinite(step.loss):
+            step.ClearField("loss")
     for call in report.calls:
-        _clean_call(call)
-    report.sent_at_s = _within(report.sent_at_s, LATEST_S)
-    _shorten(report.events, EVENTS)
-    for event in report.events:
-        _clean_event(event)
-    _shorten(report.links, _LINKS)
-    for link in report.links:
-        _clean_link(link)
+        if len(call.spans) > _SPANS or any(span.lane not in LANES for span in call.spans):
+            kept = [span for span in call.spans if span.lane in LANES][:_SPANS]
+            del call.spans[:]
+            call.spans.extend(kept)
     return True
-
-
-def clean_telemetry(telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
-    """Sanitizes a worker's telemetry in place, except its reports, which are sanitized one by one."""
-    for name in ("worker_version", "epoch", "device", "last_error"):
-        setattr(telemetry, name, clipped(getattr(telemetry, name)))
-    telemetry.uptime_s = _within(telemetry.uptime_s, LATEST_S)
-    telemetry.last_error_at_s = _within(telemetry.last_error_at_s, LATEST_S)
-    _clean_map(telemetry.fingerprint)
-    _clean_counts(telemetry)
-    _clean_counts(telemetry.memory)
-    telemetry.busy_s = _within(telemetry.busy_s, LATEST_S)
-    telemetry.clock_s = _within(telemetry.clock_s, LATEST_S)
-    if telemetry.HasField("accelerator"):
-        accelerator = telemetry.accelerator
-        accelerator.name = clipped(accelerator.name)
-        _clean_counts(accelerator)
-        if accelerator.HasField("utilization"):
-            accelerator.utilization = _within(accelerator.utilization, 1.0)
-    _shorten(telemetry.sessions, _SESSIONS)
-    for session in telemetry.sessions:
-        for name in ("trainer", "client_version", "last_error"):
-            setattr(session, name, clipped(getattr(session, name)))
-        session.run = session.run if _RUN.fullmatch(session.run) else ""
-        session.idle_s = _within(session.idle_s, LONGEST_S)
-        session.drift = _drift(session.drift)
-        _clean_counts(session)
-    _shorten(telemetry.rpcs, _METHODS)
-    for rpc in telemetry.rpcs:
-        rpc.method = clipped(rpc.method, 64)
-        rpc.total_s = _within(rpc.total_s, LATEST_S)
-        _clean_counts(rpc)
 
 
 def clipped(text: str, length: int = 200) -> str:
@@ -107,91 +65,10 @@ def clipped(text: str, length: int = 200) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
 
 
-def _clipped_lines(text: str, length: int) -> str:
-    """Returns a text that may have line breaks, but no other control characters, cut to a length."""
-    lines = text[:length].splitlines()
-    return "\n".join(clipped(line, length) for line in lines)
-
-
-def _clean_event(event: telemetry_pb2.Event) -> None:
-    event.at_s = _within(event.at_s, LATEST_S)
-    event.kind, event.worker = clipped(event.kind, 64), clipped(event.worker)
-    event.segment, event.text = clipped(event.segment), clipped(event.text, 300)
-    _clean_counts(event)
-
-
-def _clean_link(link: telemetry_pb2.Link) -> None:
-    link.worker = clipped(link.worker)
-    link.round_trip_s = _within(link.round_trip_s, LONGEST_S)
-    link.clock_offset_s = (
-        max(-LATEST_S, min(LATEST_S, link.clock_offset_s)) if math.isfinite(link.clock_offset_s) else 0.0
-    )
-    # An error that is no number must not look like a small one.
-    link.clock_error_s = _within(link.clock_error_s, LATEST_S) if math.isfinite(link.clock_error_s) else LATEST_S
-    _clean_counts(link)
-
-
-def _clean_step(step: telemetry_pb2.Step) -> None:
-    step.started_at_s = _within(step.started_at_s, LATEST_S)
-    for name in ("duration_s", "wait_s", "overhead_s", "spared_s"):
-        setattr(step, name, _within(getattr(step, name), LONGEST_S))
-    if step.HasField("loss") and not math.isfinite(step.loss):
-        step.ClearField("loss")
-    _clean_counts(step)
-    if step.HasField("block"):
-        _clean_block(step.block)
-
-
-def _clean_block(block: telemetry_pb2.Block) -> None:
-    block.took_s, block.others_s = _within(block.took_s, LONGEST_S), _within(block.others_s, LONGEST_S)
-    _clean_counts(block)
-    del block.shares[_SHARES:]
-    for share in block.shares:
-        share.worker, share.segment_s = clipped(share.worker), _within(share.segment_s, LONGEST_S)
-
-
-def _clean_call(call: telemetry_pb2.SegmentCall) -> None:
-    call.name, call.worker, call.reason = clipped(call.name), clipped(call.worker), clipped(call.reason, 300)
-    if call.decision not in DECISIONS:
-        call.decision = ""
-    call.drift = _drift(call.drift)
-    call.overhead_s = _within(call.overhead_s, LONGEST_S)
-    _clean_counts(call)
-    if len(call.spans) > _SPANS or any(span.lane not in LANES for span in call.spans):
-        kept = [span for span in call.spans if span.lane in LANES][:_SPANS]
-        del call.spans[:]
-        call.spans.extend(kept)
-    for span in call.spans:
-        span.started_at_s = _within(span.started_at_s, LATEST_S)
-        span.duration_s = _within(span.duration_s, LONGEST_S)
-
-
-def _clean_counts(message: Message) -> None:
-    """Limits the 64-bit counts of a message. Smaller integers cannot be too large."""
-    for name in _COUNTS[message.DESCRIPTOR.full_name]:
-        if getattr(message, name) > LARGEST:
-            setattr(message, name, LARGEST)
-
-
-def _clean_map(entries: MutableMapping[str, str]) -> None:
-    kept = {clipped(key, 64): clipped(value) for key, value in sorted(entries.items())[:_ENTRIES]}
-    if kept != dict(entries):
-        entries.clear()
-        entries.update(kept)
-
-
-def _clean_strings(entries: MutableSequence[str]) -> None:
-    _shorten(entries, _ENTRIES)
-    for index, entry in enumerate(entries):
-        entries[index] = clipped(entry)
-
-
-def _shorten(entries: MutableSequence[T], length: int) -> int:
-    """Keeps only the last entries of a list. Returns how many were removed."""
-    surplus = max(0, len(entries) - length)
-    if surplus:
-        del entries[:surplus]
-    return surplus
+def _clipped_lines(text: str) -> str:
+    """Returns notes, which may have line breaks, but no other control characters."""
+    lines = text[:MAX_NOTES].splitlines()
+    return "\n".join(clipped(line, MAX_NOTES) for line in lines)
 
 
 def _within(value: float, most: float) -> float:
@@ -203,22 +80,98 @@ def _drift(value: float) -> float:
     return min(abs(value), _WORST_DRIFT) if math.isfinite(value) else _WORST_DRIFT
 
 
-_COUNTS = {
-    kind.DESCRIPTOR.full_name: [
-        field.name
-        for field in kind.DESCRIPTOR.fields
-        if field.cpp_type == field.CPPTYPE_UINT64 and isinstance(getattr(kind(), field.name), int)
-    ]
-    for kind in (
-        telemetry_pb2.GetTelemetryResponse,
-        telemetry_pb2.MemoryTelemetry,
-        telemetry_pb2.SessionTelemetry,
-        telemetry_pb2.RpcTelemetry,
-        telemetry_pb2.Step,
-        telemetry_pb2.Block,
-        telemetry_pb2.SegmentCall,
-        telemetry_pb2.Event,
-        telemetry_pb2.Link,
-        telemetry_pb2.Accelerator,
-    )
+def _offset(value: float) -> float:
+    return max(-LATEST_S, min(LATEST_S, value)) if math.isfinite(value) else 0.0
+
+
+_OF_FIELD: dict[str, Rule] = {
+    "Accelerator.utilization": partial(_within, most=1.0),
+    "Event.kind": partial(clipped, length=64),
+    "Event.text": partial(clipped, length=300),
+    # An error that is no number must not look like a small one.
+    "Link.clock_error_s": lambda value: _within(value, LATEST_S) if math.isfinite(value) else LATEST_S,
+    "Link.clock_offset_s": _offset,
+    "RpcTelemetry.method": partial(clipped, length=64),
+    "RpcTelemetry.total_s": partial(_within, most=LATEST_S),
+    "Run.name": partial(clipped, length=MAX_RUN_NAME),
+    "Run.notes": _clipped_lines,
+    "Run.tags": partial(clipped, length=MAX_TAG),
+    "SegmentCall.decision": lambda decision: decision if decision in DECISIONS else "",
+    "SegmentCall.drift": _drift,
+    "SegmentCall.reason": partial(clipped, length=300),
+    "SessionTelemetry.drift": _drift,
+    "SessionTelemetry.run": lambda run: run if _RUN.fullmatch(run) else "",
+    "Step.loss": lambda loss: loss,  # a number of the trainer's own, of any size
 }
+"""How values of fields are sanitized that have limits of their own."""
+_LONG_TIMES = frozenset({"busy_s", "clock_s", "sent_at_s", "uptime_s"})
+_MOST = {
+    "Run.tags": MAX_TAGS,
+    "TrainerReport.calls": CALLS,
+    "TrainerReport.events": EVENTS,
+    "TrainerReport.links": 256,
+    "TrainerReport.steps": STEPS,
+    "GetTelemetryResponse.sessions": 256,
+    "SegmentCall.spans": CALLS,  # limited once those of unknown lanes are left out
+}
+"""The largest number of entries of lists with limits of their own."""
+
+
+def clean(message: Message) -> None:
+    """Sanitizes all fields of a message in place, and those of the messages in it. For reports see `clean_report`."""
+    for name, rule in _plan(message.DESCRIPTOR):
+        value = getattr(message, name)
+        if isinstance(value, str | float | int):
+            cleaned = rule(value)
+            if cleaned != value:
+                setattr(message, name, cleaned)
+        elif not isinstance(value, Message) or message.HasField(name):
+            rule(value)
+
+
+@cache
+def _plan(kind: Descriptor) -> list[tuple[str, Rule]]:
+    """Returns the fields of a kind of message that need to be sanitized, each with its rule."""
+    plan = []
+    for field in kind.fields:
+        name = f"{kind.name}.{field.name}"
+        rule = _OF_FIELD.get(name) or _of_type(field)
+        if rule is None:
+            continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            rule = _clean_map
+        elif field.is_repeated:
+            rule = partial(_clean_list, most=_MOST.get(name, _ENTRIES), rule=rule)
+        plan.append((field.name, rule))
+    return plan
+
+
+def _of_type(field: FieldDescriptor) -> Rule | None:
+    """Returns how a value of a field without limits of its own is sanitized; None if nothing about it can be wrong."""
+    if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
+        return clean
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        return clipped
+    if field.cpp_type == FieldDescriptor.CPPTYPE_DOUBLE:
+        is_time = field.name.endswith("at_s") or field.name in _LONG_TIMES
+        return partial(_within, most=LATEST_S if is_time else LONGEST_S)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64 and not field.is_repeated:
+        return partial(min, LARGEST)
+    return None  # smaller integers cannot be too large, and buckets are differences of counts
+
+
+def _clean_list(entries: MutableSequence[Any], most: int, rule: Rule) -> None:
+    """Keeps only the first entries of a list, and sanitizes them."""
+    del entries[most:]
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str):
+            entries[index] = rule(entry)
+        else:
+            rule(entry)
+
+
+def _clean_map(entries: MutableMapping[str, str]) -> None:
+    kept = {clipped(key, 64): clipped(value) for key, value in sorted(entries.items())[:_ENTRIES]}
+    if kept != dict(entries):
+        entries.clear()
+        entries.update(kept)

@@ -67,14 +67,14 @@ class Totals(NamedTuple):
         """Fallbacks as a share of the recomputations that were meant for a worker."""
         return self.fallbacks / meant if (meant := self.remote + self.fallbacks) else 0.0
 
+    def per_step_ms(self, seconds: float) -> float | None:
+        """Returns seconds of all steps as milliseconds of the mean step; None without steps."""
+        return 1e3 * seconds / self.steps if self.steps else None
+
     @property
     def transfer_s(self) -> float:
         """Time of uploads and downloads, in seconds."""
         return self.upload_s + self.download_s
-
-    def plus(self, other: "Totals") -> "Totals":
-        """Returns the sum of both."""
-        return Totals._make(a + b for a, b in zip(self, other, strict=True))
 
     @classmethod
     def of_all(cls, parts: Iterable["Totals"]) -> Self:
@@ -84,19 +84,13 @@ class Totals(NamedTuple):
     @classmethod
     def of_step(cls, step: telemetry_pb2.Step) -> Self:
         """Returns the sums that a step reports itself."""
-        return cls(
-            steps=1,
-            gradients=step.gradients,
-            activations=step.activations,
-            on_trainer=step.on_trainer,
-            fallbacks=min(step.fallbacks, step.on_trainer),
-            wait_s=step.wait_s,
-            overhead_s=step.overhead_s,
-            spared_s=step.spared_s,
-            up_bytes=step.up_bytes,
-            down_bytes=step.down_bytes,
-            spared_bytes=step.spared_bytes,
-        )
+        reported = {name: getattr(step, name) for name in _OF_STEP}
+        reported |= {
+            "steps": 1,
+            "fallbacks": min(step.fallbacks, step.on_trainer),
+            "calls": 0,
+        }  # `of_call` counts calls
+        return cls(**reported)
 
     @classmethod
     def of_call(cls, call: telemetry_pb2.SegmentCall, lanes: list[float]) -> Self:
@@ -114,6 +108,10 @@ class Totals(NamedTuple):
             exposed_queue_s=_exposed_queue_s(call) if lanes[telemetry_pb2.LANE_QUEUE] else 0.0,
             remote_forward_s=lanes[telemetry_pb2.LANE_FORWARD] if is_remote else 0.0,
         )
+
+
+_OF_STEP = [name for name in Totals._fields if name in telemetry_pb2.Step.DESCRIPTOR.fields_by_name]
+"""The sums that have the name of a field of a step."""
 
 
 def _exposed_queue_s(call: telemetry_pb2.SegmentCall) -> float:

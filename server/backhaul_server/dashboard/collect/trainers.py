@@ -4,10 +4,11 @@ import time
 from collections.abc import Iterator
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.event_log import EventLog, LogEvent
+from backhaul_server.dashboard.collect.event_log import EventLog
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.totals import Totals
 from backhaul_server.dashboard.collect.training_runs import Detail, TrainerRun
+from backhaul_server.dashboard.schemas.events import EventEntry
 
 RUNS = 64
 DETAILED_RUNS = 8
@@ -83,7 +84,9 @@ class Trainers:
             # Steps are numbered from 0, and those before the dashboard started were not reported to it.
             steps = max(run.steps, run.last_step.number + 1) if run.steps else 0
             text = f"{named(run.about)} ended after {steps:,} step{'' if steps == 1 else 's'}"
-            self._events.add(LogEvent(f"{run.id}-ended", run.heard_at_s, "run_ended", run.id, text=text))
+            self._events.add(
+                EventEntry(id=f"{run.id}-ended", at_s=run.heard_at_s, kind="run_ended", run=run.id, text=text)
+            )
         while sum(run.calls_bytes for run in self) > CALLS_BYTES:
             max(self, key=lambda run: run.calls_bytes).forget_oldest_calls()
 
@@ -98,13 +101,13 @@ class Trainers:
             over = self._over(now_s)
             if over is None:
                 return None
-            self._gone = self._gone.plus(over.totals)
+            self._gone = Totals.of_all((self._gone, over.totals))
             self._gone_dropped += over.dropped
             del self._runs[over.id]
         run = self._runs[about.id] = TrainerRun(about, now_s)
         count = len(about.workers)
         text = f"{named(about)} began on {about.trainer} with {count} worker{'' if count == 1 else 's'}"
-        self._events.add(LogEvent(f"{run.id}-began", run.began_at_s, "run_began", run.id, text=text))
+        self._events.add(EventEntry(id=f"{run.id}-began", at_s=run.began_at_s, kind="run_began", run=run.id, text=text))
         return run
 
     def _has_detail_left(self, now_s: float) -> bool:

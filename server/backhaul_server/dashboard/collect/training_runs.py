@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import nan
 from operator import add
 from statistics import median
 from typing import Literal
@@ -13,6 +12,7 @@ from backhaul_server.dashboard.collect.links import LinkRecord, take_links
 from backhaul_server.dashboard.collect.sanitize import CALLS_OF_A_STEP
 from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.series import LARGEST, Series
+from backhaul_server.dashboard.collect.step_points import step_row
 from backhaul_server.dashboard.collect.totals import RecentTotals, Totals
 
 STEPS = 64
@@ -39,13 +39,6 @@ class StepReport:
     seen: int = 0
     lanes_s: list[float] = field(default_factory=lambda: [0.0] * _LANES)
     calls: dict[int, bytes] = field(default_factory=dict)
-
-
-def step_row(step: telemetry_pb2.Step) -> tuple[float, float, float, float, float]:
-    """Returns number, milliseconds, the trainer's peak bytes, moved bytes, and loss; NaN for an unknown loss."""
-    moved_bytes = min(LARGEST, step.up_bytes + step.down_bytes)
-    loss = step.loss if step.HasField("loss") else nan
-    return step.number, 1e3 * step.duration_s, step.peak_bytes, moved_bytes, loss
 
 
 def _step_number(part: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
@@ -174,7 +167,8 @@ class TrainerRun:
         self._durations_s.append(step.duration_s)
         self._count(Totals.of_step(step), at_s)
         if self.detail is not None:
-            self.detail.steps.append(step.started_at_s + step.duration_s, step_row(step))
+            *row, ended_at_s = step_row(step)
+            self.detail.steps.append(ended_at_s, row)
 
     def _take_call(self, call: telemetry_pb2.SegmentCall, at_s: float) -> Totals:
         """Keeps a call. Returns what it adds to the sums; nothing if it was reported before."""
@@ -197,7 +191,7 @@ class TrainerRun:
 
     def _count(self, sums: Totals, at_s: float) -> None:
         self.recent.add(at_s, sums)
-        self.totals = self.totals.plus(sums)
+        self.totals = Totals.of_all((self.totals, sums))
 
     def forget_detail(self) -> None:
         """Frees the detail of the run, because other runs need the memory."""

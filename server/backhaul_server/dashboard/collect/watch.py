@@ -19,7 +19,7 @@ from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, options_to
 from backhaul_runtime.wire.splicing import accepted
 from backhaul_runtime.wire.stubs import stub
 from backhaul_server.dashboard.collect.durations import Tally
-from backhaul_server.dashboard.collect.event_log import EventLog, LogEvent, of_trainer
+from backhaul_server.dashboard.collect.event_log import EventLog, of_trainer
 from backhaul_server.dashboard.collect.held_memory import HeldMemory
 from backhaul_server.dashboard.collect.links import Alignment, alignment
 from backhaul_server.dashboard.collect.plain_words import why_unanswered
@@ -27,6 +27,7 @@ from backhaul_server.dashboard.collect.sanitize import LATEST_S, clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.schemas.events import EventEntry
 
 INTERVAL_S = 1.0
 ANSWER_S = 1.5
@@ -65,7 +66,7 @@ class Watch:
         tokens: Sequence[str | None] = (None,),
         keep: Callable[[telemetry_pb2.TrainerReport, float], None] | None = None,
         tls: TlsFiles | None = None,
-        keep_event: Callable[[LogEvent], None] | None = None,
+        keep_event: Callable[[EventEntry], None] | None = None,
     ) -> None:
         if len(tokens) not in {1, len(sources)}:
             raise ValueError(
@@ -112,6 +113,11 @@ class Watch:
         return alignment(
             run.links.values(), {address: (clock.offset_s, clock.error_s) for address, clock in clocks.items()}
         )
+
+    def shift_s(self, run: TrainerRun | None) -> float:
+        """Returns the seconds to add to times of a run's trainer for this process's clock; 0 if that is unknown."""
+        aligned = self.alignment(run) if run is not None and run.links else None
+        return aligned.shift_s if aligned is not None else 0.0
 
     async def run(self) -> None:
         """Polls each worker once a second. A worker that does not answer delays no other."""
@@ -209,7 +215,7 @@ class Watch:
             after = report.number
             if clean_report(report.report):
                 self.trainers.take(report.report, time.time(), since_s)
-                shift_s = self._shift_s(report.report.run.id)
+                shift_s = self.shift_s(self.trainers.find(report.report.run.id))
                 if self._keep is not None:
                     self._keep(report.report, shift_s)
                 self._take_events(report.report, shift_s)
@@ -227,12 +233,6 @@ class Watch:
         for session in answer.sessions:
             if session.run:
                 self.trainers.heard(session.run, worker.answered_at_s - session.idle_s)
-
-    def _shift_s(self, name: str) -> float:
-        """Returns the seconds to add to times of a run's trainer for this process's clock; 0 if that is unknown."""
-        run = self.trainers.find(name)
-        aligned = self.alignment(run) if run is not None and run.links else None
-        return aligned.shift_s if aligned is not None else 0.0
 
     def _take_events(self, report: telemetry_pb2.TrainerReport, shift_s: float) -> None:
         now_s = time.time()

@@ -2,16 +2,18 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_server.dashboard.collect.durations import Durations, Tally
-from backhaul_server.dashboard.collect.event_log import Burst, EventLog, Kind, LogEvent
-from backhaul_server.dashboard.collect.sanitize import clean_telemetry, clipped
+from backhaul_server.dashboard.collect.event_log import Burst, EventLog
+from backhaul_server.dashboard.collect.sanitize import clean, clipped
 from backhaul_server.dashboard.collect.series import Series
+from backhaul_server.dashboard.schemas.events import EventEntry, Kind
+from backhaul_server.dashboard.schemas.memory import MemoryEvent
+from backhaul_server.dashboard.schemas.now import State
 
 KEPT_S = 3_600
 SEEN_S = 3.0
@@ -21,23 +23,6 @@ NOTED_AFTER = 2
 """Polls in a row without an answer after which a worker counts as out of reach. One may be late on a busy machine, and
 a worker that restarts misses one."""
 _MARKS = 600
-
-State = Literal["serving", "draining", "unreachable"]
-
-
-@dataclass(frozen=True, slots=True)
-class CounterIncrease:
-    """Evictions or refusals of a worker between two answers.
-
-    Attributes:
-        at_s: When the increase was seen, in seconds since 1970.
-        kind: Whether something was evicted or refused.
-        count: The increase since the answer before.
-    """
-
-    at_s: float
-    kind: Literal["eviction", "refusal"]
-    count: int
 
 
 class Watched:
@@ -75,7 +60,7 @@ class Watched:
         self.memory = Series(KEPT_S, len(TIERS))
         self.load = Series(KEPT_S, 1)
         self.clock = ClockOffset()
-        self.increases: deque[CounterIncrease] = deque(maxlen=_MARKS)
+        self.increases: deque[MemoryEvent] = deque(maxlen=_MARKS)
         self.durations = Durations(of_all)
         self.after_report = 0
         self.caught_up_at_s = 0.0
@@ -116,7 +101,7 @@ class Watched:
 
     def answered(self, telemetry: telemetry_pb2.GetTelemetryResponse) -> None:
         """Processes an answer whose reports were removed."""
-        clean_telemetry(telemetry)
+        clean(telemetry)
         now_s, memory, before = time.time(), telemetry.memory, self.telemetry
         if before is not None:
             same = before.memory if before.epoch == telemetry.epoch else telemetry_pb2.MemoryTelemetry()
@@ -133,7 +118,7 @@ class Watched:
 
     def _grew(self, at_s: float, kind: Literal["eviction", "refusal"], count: int) -> None:
         if count > 0:
-            self.increases.append(CounterIncrease(at_s, kind, count))
+            self.increases.append(MemoryEvent(at_s=at_s, kind=kind, count=count))
         name: Kind = "evictions" if kind == "eviction" else "refusals"
         due = self._bursts[name].grew(at_s, max(0, count))
         if due:
@@ -172,4 +157,4 @@ class Watched:
     def _note(self, at_s: float, kind: Kind, text: str, count: int = 1) -> None:
         # Two dashboards see the same change within a second of each other. Both entries are kept.
         name = f"{self.address.text}-{kind}-{1e3 * at_s:.0f}"
-        self._events.add(LogEvent(name, at_s, kind, worker=self.address.text, text=text, count=count))
+        self._events.add(EventEntry(id=name, at_s=at_s, kind=kind, worker=self.address.text, text=text, count=count))

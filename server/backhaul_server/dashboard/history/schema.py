@@ -1,103 +1,75 @@
 """The tables of the history file. A file with other tables is refused and left alone."""
 
 import sqlite3
+from collections.abc import Mapping
 
 SCHEMA = 3
 """The number of these tables, which changes with each change of them."""
 APPLICATION = 0x4248_4C31
 """Identifies the owner of the file: "BHL1"."""
 
+SUMS = {
+    **dict.fromkeys(("up_bytes", "down_bytes", "fallbacks", "remote", "spared_bytes"), "INTEGER"),
+    **dict.fromkeys(("wait_s", "overhead_s", "spared_s"), "REAL"),
+}
+"""Columns of steps that add up in those of runs, with their types. `remote` counts recomputations on workers."""
+PEAKS = dict.fromkeys(("peak_bytes", "saved_bytes"), "INTEGER")
+"""Columns of steps of whose values runs have the largest."""
+STEP = {"number": "INTEGER", "started_at_s": "REAL", "duration_s": "REAL", **PEAKS, **SUMS}
+"""Columns of steps that are never null. A step also has the id of its run's row, and its loss, which may be null."""
+RUN = {
+    **dict.fromkeys(("name", "trainer", "client_version", "workers", "settings", "fingerprint"), "TEXT"),
+    **dict.fromkeys(("label", "tags", "notes"), "TEXT"),
+    **dict.fromkeys(("started_at_s", "heard_at_s"), "REAL"),
+    **dict.fromkeys(("is_closed", "rank", "world_size"), "INTEGER"),
+}
+"""Columns of runs that reports have. The name of a run's row is its id, and its label is what people call it."""
+EVENT = {
+    "id": "TEXT",
+    "at_s": "REAL",
+    **dict.fromkeys(("kind", "run", "worker", "segment", "text"), "TEXT"),
+    "count": "INTEGER",
+}
+
+
+def _typed(columns: Mapping[str, str], more: str = "") -> str:
+    """Returns the definitions of columns that are never null."""
+    return ", ".join(f"{name} {kind} NOT NULL{more}" for name, kind in columns.items())
+
+
 TABLES = (
-    """
+    f"""
     CREATE TABLE runs (
-        id INTEGER PRIMARY KEY,
-        name TEXT NOT NULL UNIQUE,
-        trainer TEXT NOT NULL,
-        client_version TEXT NOT NULL,
-        workers TEXT NOT NULL,
-        settings TEXT NOT NULL,
-        fingerprint TEXT NOT NULL,
-        started_at_s REAL NOT NULL,
-        heard_at_s REAL NOT NULL,
-        is_closed INTEGER NOT NULL,
-        label TEXT NOT NULL,
-        tags TEXT NOT NULL,
-        notes TEXT NOT NULL,
-        rank INTEGER NOT NULL,
-        world_size INTEGER NOT NULL,
-        steps INTEGER NOT NULL DEFAULT 0,
-        last_step INTEGER NOT NULL DEFAULT 0,
-        last_loss REAL,
-        peak_bytes INTEGER NOT NULL DEFAULT 0,
-        up_bytes INTEGER NOT NULL DEFAULT 0,
-        down_bytes INTEGER NOT NULL DEFAULT 0,
-        fallbacks INTEGER NOT NULL DEFAULT 0,
-        saved_bytes INTEGER NOT NULL DEFAULT 0,
-        wait_s REAL NOT NULL DEFAULT 0,
-        overhead_s REAL NOT NULL DEFAULT 0,
-        spared_s REAL NOT NULL DEFAULT 0,
-        remote INTEGER NOT NULL DEFAULT 0,
-        spared_bytes INTEGER NOT NULL DEFAULT 0
+        id INTEGER PRIMARY KEY, {_typed(RUN)}, last_loss REAL,
+        {_typed({"steps": "INTEGER", "last_step": "INTEGER", **PEAKS, **SUMS}, " DEFAULT 0")}, UNIQUE (name)
     )
     """,
     "CREATE INDEX runs_by_start ON runs (started_at_s)",
-    """
+    f"""
     CREATE TABLE steps (
         run INTEGER NOT NULL REFERENCES runs ON DELETE CASCADE,
-        number INTEGER NOT NULL,
-        started_at_s REAL NOT NULL,
-        duration_s REAL NOT NULL,
-        loss REAL,
-        peak_bytes INTEGER NOT NULL,
-        up_bytes INTEGER NOT NULL,
-        down_bytes INTEGER NOT NULL,
-        fallbacks INTEGER NOT NULL,
-        saved_bytes INTEGER NOT NULL,
-        wait_s REAL NOT NULL,
-        overhead_s REAL NOT NULL,
-        spared_s REAL NOT NULL,
-        remote INTEGER NOT NULL,
-        spared_bytes INTEGER NOT NULL,
+        {_typed(STEP)}, loss REAL,
         PRIMARY KEY (run, number)
     ) WITHOUT ROWID
     """,
-    """
+    f"""
     CREATE TRIGGER sums AFTER INSERT ON steps BEGIN
         UPDATE runs SET
             steps = steps + 1,
             last_loss = CASE WHEN new.number >= last_step THEN coalesce(new.loss, last_loss) ELSE last_loss END,
             last_step = max(last_step, new.number),
             heard_at_s = max(heard_at_s, new.started_at_s + new.duration_s),
-            peak_bytes = max(peak_bytes, new.peak_bytes),
-            up_bytes = up_bytes + new.up_bytes,
-            down_bytes = down_bytes + new.down_bytes,
-            fallbacks = fallbacks + new.fallbacks,
-            saved_bytes = max(saved_bytes, new.saved_bytes),
-            wait_s = wait_s + new.wait_s,
-            overhead_s = overhead_s + new.overhead_s,
-            spared_s = spared_s + new.spared_s,
-            remote = remote + new.remote,
-            spared_bytes = spared_bytes + new.spared_bytes
+            {", ".join(f"{name} = max({name}, new.{name})" for name in PEAKS)},
+            {", ".join(f"{name} = {name} + new.{name}" for name in SUMS)}
         WHERE id = new.run;
     END
     """,
-    """
-    CREATE TABLE events (
-        id TEXT PRIMARY KEY,
-        at_s REAL NOT NULL,
-        kind TEXT NOT NULL,
-        run TEXT NOT NULL,
-        worker TEXT NOT NULL,
-        segment TEXT NOT NULL,
-        text TEXT NOT NULL,
-        count INTEGER NOT NULL
-    ) WITHOUT ROWID
-    """,
+    f"CREATE TABLE events ({_typed(EVENT)}, PRIMARY KEY (id)) WITHOUT ROWID",
     "CREATE INDEX events_by_time ON events (at_s, id)",
     f"PRAGMA application_id = {APPLICATION}",
     f"PRAGMA user_version = {SCHEMA}",
 )
-"""The statements that create a new file. The name of a run's row is its id, and its label is what people call it."""
+"""The statements that create a new file."""
 
 
 class HistoryRefusedError(Exception):

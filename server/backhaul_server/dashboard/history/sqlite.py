@@ -8,92 +8,59 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import inf, isfinite
+from itertools import groupby, takewhile
+from math import inf
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_server.dashboard.collect.event_log import WORDS, LogEvent
-from backhaul_server.dashboard.history.archive import (
-    EventList,
-    EventSelection,
-    RunList,
-    RunRecord,
-    RunSelection,
-    matches,
-)
+from backhaul_server.dashboard.collect.step_points import StepRow, series_of
+from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.collect.training_runs import SILENT_S
+from backhaul_server.dashboard.collect.verdict import verdict
 from backhaul_server.dashboard.history.retention import MEMORY
-from backhaul_server.dashboard.history.schema import prepare
+from backhaul_server.dashboard.history.schema import EVENT, RUN, STEP, SUMS, prepare
+from backhaul_server.dashboard.history.selection import EventList, EventSelection, RunList, RunSelection, matches
+from backhaul_server.dashboard.schemas.events import WORDS, EventEntry
+from backhaul_server.dashboard.schemas.network import run_id
+from backhaul_server.dashboard.schemas.runs import RunSeries, RunSummary
 
 BUSY_S = 0.3
 """The longest time for which another process may lock the file. It fits into the second that stopping may take."""
 FORGOTTEN_AT_ONCE = 10_000
 RECENT_STEPS = 50
-SILENT_S = 30.0
+JSON = ("workers", "settings", "fingerprint", "tags")
+"""Columns of runs that hold JSON."""
 
-_MOST = 2**53 - 1  # larger numbers are not exact in JSON
-_ADD_RUN = """
-INSERT INTO runs (
-    name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, label, tags,
-    notes, rank, world_size
-)
-VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?7, ?8, ?9, ?10, ?11, ?12, ?13)
-ON CONFLICT (name) DO UPDATE SET
-    workers = excluded.workers,
-    settings = excluded.settings,
-    fingerprint = excluded.fingerprint,
-    is_closed = max(is_closed, excluded.is_closed),
-    label = excluded.label,
-    tags = excluded.tags,
-    notes = excluded.notes,
-    rank = excluded.rank,
-    world_size = excluded.world_size
+
+def _insert(table: str, columns: Iterable[str]) -> str:
+    names = list(columns)
+    return f"INTO {table} ({', '.join(names)}) VALUES ({', '.join(f':{name}' for name in names)})"
+
+
+_ADD_RUN = f"""
+INSERT {_insert("runs", RUN)} ON CONFLICT (name) DO UPDATE SET is_closed = max(is_closed, excluded.is_closed),
+{", ".join(f"{name} = excluded.{name}" for name in (*JSON, "label", "notes", "rank", "world_size"))}
 """
-_ADD_STEP = """
-INSERT OR IGNORE INTO steps (
-    run, number, started_at_s, duration_s, loss, peak_bytes, up_bytes, down_bytes, fallbacks, saved_bytes, wait_s,
-    overhead_s, spared_s, remote, spared_bytes
-)
-SELECT id, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13, ?14, ?15 FROM runs WHERE name = ?1
+_ADD_STEP = f"""
+INSERT OR IGNORE INTO steps (run, loss, {", ".join(STEP)})
+SELECT id, :loss, {", ".join(f":{name}" for name in STEP)} FROM runs WHERE name = :run
 """
-_ADD_EVENT = (
-    "INSERT OR IGNORE INTO events (id, at_s, kind, run, worker, segment, text, count) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-)
-_SUMS = (
-    "steps",
-    "last_step",
-    "last_loss",
-    "peak_bytes",
-    "up_bytes",
-    "down_bytes",
-    "fallbacks",
-    "saved_bytes",
-    "wait_s",
-    "overhead_s",
-    "spared_s",
-    "remote",
-    "spared_bytes",
-)
-"""The columns of a run that the trigger updates. The fields of RunRecord have the same names."""
-_COLUMNS_OF_RUN = f"""
-    id, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, is_closed, label, tags,
-    notes, rank, world_size, {", ".join(_SUMS)}
-"""
+_ADD_EVENT = f"INSERT OR IGNORE {_insert('events', EVENT)}"
 _WANTED_RUNS = """
 FROM runs WHERE (?1 = '' OR matches(?1, name, label, trainer, tags)) AND (?2 = '' OR has_tag(?2, tags))
 AND (?3 = '' OR name = ?3)
 """
 _RUNS = f"""
-SELECT {_COLUMNS_OF_RUN} {_WANTED_RUNS} AND (started_at_s, name) < (?4, ?5)
+SELECT * {_WANTED_RUNS} AND (started_at_s, name) < (?4, ?5)
 ORDER BY started_at_s DESC, name DESC LIMIT ?6
 """
 _NAME_OF_RUN = "(SELECT label || ' rank ' || rank FROM runs WHERE name = run)"
 _HAS_TEXT = f"matches(?, text, words(kind), worker, segment, run, coalesce({_NAME_OF_RUN}, ''))"
-_EVENTS = "SELECT id, at_s, kind, run, worker, segment, text, count"
 _FORGET_EVENTS = "DELETE FROM events WHERE id IN (SELECT id FROM events WHERE at_s < ? ORDER BY at_s LIMIT ?)"
 _FORGET_STEPS = """
 DELETE FROM steps WHERE run = ?1 AND started_at_s < ?2
@@ -101,47 +68,19 @@ AND number IN (SELECT number FROM steps WHERE run = ?1 ORDER BY number LIMIT ?3)
 """
 
 Value = str | float | int | None
+Row = tuple[str, Mapping[str, Value]]
+"""A statement that adds a row, with its values by their names in the statement."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReportRows:
-    """The rows to keep of a report: one for the run, and one for each step."""
-
-    run: tuple[Value, ...]
-    steps: tuple[tuple[Value, ...], ...]
-
-    def __len__(self) -> int:
-        return 1 + len(self.steps)
-
-
-@dataclass(frozen=True, slots=True)
-class EventRow:
-    """The row of an event."""
-
-    values: tuple[Value, ...]
-
-    def __len__(self) -> int:
-        return 1
-
-
-def event_row(event: LogEvent) -> EventRow:
+def event_row(event: EventEntry) -> Row:
     """Returns the row of an event."""
-    return EventRow(
-        (
-            event.id,
-            event.at_s,
-            event.kind,
-            event.run,
-            event.worker,
-            event.segment,
-            event.text,
-            event.count,
-        )
-    )
+    return _ADD_EVENT, event.model_dump(include=set(EVENT))
 
 
-def report_rows(report: telemetry_pb2.TrainerReport, now_s: float, shift_s: float = 0.0) -> ReportRows:
-    """Returns the rows of a report. A trainer's clock may be wrong, so no time in them is later than `now_s`.
+def report_rows(report: telemetry_pb2.TrainerReport, now_s: float, shift_s: float = 0.0) -> list[Row]:
+    """Returns the row of a report's run, then those of its steps.
+
+    A trainer's clock may be wrong, so no time in them is later than `now_s`.
 
     Args:
         report: The report of a trainer, sanitized.
@@ -149,56 +88,26 @@ def report_rows(report: telemetry_pb2.TrainerReport, now_s: float, shift_s: floa
         shift_s: Seconds to add to times of the trainer's clock for this process's.
     """
     run = report.run
-    name = run.id
-    return ReportRows(
-        (
-            name,
-            run.trainer,
-            run.client_version,
-            json.dumps(list(run.workers)),
-            json.dumps(dict(run.settings), sort_keys=True),
-            json.dumps(dict(run.fingerprint), sort_keys=True),
-            _seconds(run.started_at_s + shift_s, now_s),
-            run.is_closed,
-            run.name,
-            json.dumps(list(run.tags)),
-            run.notes,
-            run.rank,
-            run.world_size,
-        ),
-        tuple(
-            (
-                name,
-                min(step.number, _MOST),
-                _seconds(step.started_at_s + shift_s, now_s - _seconds(step.duration_s, now_s)),
-                _seconds(step.duration_s, now_s),
-                step.loss if step.HasField("loss") and isfinite(step.loss) else None,
-                min(step.peak_bytes, _MOST),
-                min(step.up_bytes, _MOST),
-                min(step.down_bytes, _MOST),
-                step.fallbacks,
-                min(max(step.saved_bytes, step.peak_saved_bytes), _MOST),
-                _seconds(step.wait_s, now_s),
-                _seconds(step.overhead_s, now_s),
-                _seconds(step.spared_s, now_s),
-                step.gradients + step.activations,
-                min(step.spared_bytes, _MOST),
-            )
-            for step in report.steps
-        ),
-    )
+    started_at_s = min(max(0.0, run.started_at_s + shift_s), now_s)
+    about: dict[str, Value] = {name: getattr(run, name) for name in RUN if hasattr(run, name)}
+    about |= {"name": run.id, "label": run.name, "started_at_s": started_at_s, "heard_at_s": started_at_s}
+    for name in JSON:
+        value = getattr(run, name)
+        about[name] = json.dumps(dict(sorted(value.items())) if isinstance(value, Mapping) else list(value))
+    return [(_ADD_RUN, about), *((_ADD_STEP, _of_step(run.id, step, now_s, shift_s)) for step in report.steps)]
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Consecutive steps: number and end of the last one, the medians of duration and loss, and the largest bytes."""
-
-    step: int
-    step_ms: float
-    peak_bytes: int
-    moved_bytes: int
-    loss: float | None
-    ended_at_s: float
+def _of_step(run: str, step: telemetry_pb2.Step, now_s: float, shift_s: float) -> dict[str, Value]:
+    duration_s = min(step.duration_s, now_s)
+    values: dict[str, Value] = {name: getattr(step, name) for name in STEP if hasattr(step, name)}
+    return values | {
+        "run": run,
+        "started_at_s": min(max(0.0, step.started_at_s + shift_s), now_s - duration_s),
+        "duration_s": duration_s,
+        "loss": step.loss if step.HasField("loss") else None,
+        "saved_bytes": max(step.saved_bytes, step.peak_saved_bytes),
+        "remote": step.gradients + step.activations,
+    }
 
 
 class HistoryFile:
@@ -220,6 +129,7 @@ class HistoryFile:
             if not os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
+        self._connection.row_factory = sqlite3.Row
         self._connection.create_function("matches", -1, matches, deterministic=True)
         self._connection.create_function("has_tag", 2, _has_tag, deterministic=True)
         self._connection.create_function("words", 1, lambda kind: WORDS.get(kind, ""), deterministic=True)
@@ -261,14 +171,11 @@ class HistoryFile:
             return (0, 0)
         return status.st_dev, status.st_ino
 
-    def write(self, rows: Iterable[ReportRows | EventRow]) -> None:
-        """Adds the new rows of reports and events in one transaction."""
-        kept = list(rows)
-        reports = [row for row in kept if isinstance(row, ReportRows)]
+    def write(self, rows: Iterable[Row]) -> None:
+        """Adds the new rows of reports and events in one transaction, in their order."""
         with self._transaction():
-            self._connection.executemany(_ADD_RUN, [report.run for report in reports])
-            self._connection.executemany(_ADD_STEP, [step for report in reports for step in report.steps])
-            self._connection.executemany(_ADD_EVENT, [row.values for row in kept if isinstance(row, EventRow)])
+            for statement, group in groupby(rows, key=itemgetter(0)):
+                self._connection.executemany(statement, map(itemgetter(1), group))
 
     def forget(self, before_s: float) -> Iterator[None]:
         """Deletes steps, events and runs that are older than a time. Yields after each transaction."""
@@ -313,42 +220,44 @@ class HistoryFile:
             values.append(wanted.text.casefold())
         chosen = f"FROM events WHERE {' AND '.join(conditions)}"
         rows = self._connection.execute(
-            f"{_EVENTS} {chosen} AND (at_s, id) < (?, ?) ORDER BY at_s DESC, id DESC LIMIT ?",
+            f"SELECT {', '.join(EVENT)} {chosen} AND (at_s, id) < (?, ?) ORDER BY at_s DESC, id DESC LIMIT ?",
             (*values, *wanted.before, wanted.limit),
         ).fetchall()
         (total,) = self._connection.execute(f"SELECT count(*) {chosen}", values).fetchone()
-        return EventList([LogEvent(*row) for row in rows], total)
+        return EventList([EventEntry(**dict(row)) for row in rows], total)
 
-    def _run(self, row: tuple[Any, ...], now_s: float) -> RunRecord:
-        identity, name, trainer, client_version, workers, settings, fingerprint, started_at_s, heard_at_s, *rest = row
-        is_closed, label, tags, notes, rank, world_size, *sums = rest
+    def _run(self, row: sqlite3.Row, now_s: float) -> RunSummary:
+        """Returns a stored run. Raises ValueError or TypeError for values of other types, as of another program."""
+        kept = dict(row)
         durations = self._connection.execute(
-            "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (identity, RECENT_STEPS)
+            "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (kept["id"], RECENT_STEPS)
         ).fetchall()
-        return RunRecord(
-            run=name,
-            trainer=trainer,
-            client_version=client_version,
-            workers=json.loads(workers),
-            started_at_s=started_at_s,
-            heard_at_s=heard_at_s,
-            state="ended" if is_closed else "silent" if heard_at_s < now_s - SILENT_S else "running",
-            settings=json.loads(settings),
-            fingerprint=json.loads(fingerprint),
-            median_step_ms=1e3 * median(value for (value,) in durations) if durations else None,
-            name=label,
-            tags=json.loads(tags),
-            notes=notes,
-            rank=rank,
-            world_size=world_size,
-            **dict(zip(_SUMS, sums, strict=True)),
-        )
+        state = "ended" if kept["is_closed"] else "silent" if kept["heard_at_s"] < now_s - SILENT_S else "running"
+        sums = {name: kept[name] for name in (*SUMS, "steps") if name in Totals._fields}
+        about: dict[str, Any] = {
+            **kept,
+            **{name: json.loads(kept[name]) for name in JSON},
+            "id": run_id(kept["name"]),
+            "run": kept["name"],
+            "name": kept["label"],
+            "state": state,
+            "median_step_ms": 1e3 * median(value for (value,) in durations) if durations else None,
+            "verdict": verdict(Totals(**sums, gradients=kept["remote"]), kept["peak_bytes"], kept["saved_bytes"]),
+        }
+        return RunSummary.model_validate(about)
 
-    def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> Iterator[Point] | None:
-        """Returns the steps of a run that began in a range, in at most `points` points, oldest first.
+    def series(
+        self,
+        run: str,
+        points: int,
+        since_s: float = -inf,
+        until_s: float = inf,
+        is_stopping: Callable[[], bool] = lambda: False,
+    ) -> RunSeries | None:
+        """Returns the steps of a run that began in a range, in at most `points` points; None for an unknown run.
 
         All points cover equally many step numbers, and each is read by a query of its own, so that no query takes long
-        however many steps a run has. Returns None for an unknown run.
+        however many steps a run has. There are no further points once `is_stopping` returns True.
         """
         row = self._connection.execute(
             "SELECT id, min(number), max(number) FROM runs LEFT JOIN steps ON run = id WHERE name = ? GROUP BY id",
@@ -358,11 +267,12 @@ class HistoryFile:
             return None
         identity, first, last = row
         if first is None:
-            return iter(())
+            return series_of(run, ())
         end = last + 1 if until_s == inf else self._first_after(identity, first, last, until_s)
         if since_s > -inf:
             first = self._first_after(identity, first, last, since_s)
-        return iter(()) if first >= end else self._points(identity, first, end, -(-(end - first) // points))
+        groups = self._points(identity, first, end, max(1, -(-(end - first) // points)))
+        return series_of(run, takewhile(lambda _: not is_stopping(), groups))
 
     def _first_after(self, identity: int, first: int, last: int, at_s: float) -> int:
         """Returns the number of the first step that began after a time, or `last` + 1. Steps begin in their order."""
@@ -379,16 +289,17 @@ class HistoryFile:
                 low = middle + 1
         return low
 
-    def _points(self, identity: int, first: int, end: int, width: int) -> Iterator[Point]:
+    def _points(self, identity: int, first: int, end: int, width: int) -> Iterator[list[StepRow]]:
+        """Yields the rows of the steps of each point."""
         begin: int | None = first
         while begin is not None and begin < end:
             rows = self._connection.execute(
-                "SELECT number, duration_s, loss, peak_bytes, up_bytes + down_bytes, started_at_s + duration_s "
+                "SELECT number, 1e3 * duration_s, peak_bytes, up_bytes + down_bytes, loss, started_at_s + duration_s "
                 "FROM steps WHERE run = ? AND number >= ? AND number < ?",
                 (identity, begin, min(end, begin + width)),
             ).fetchall()
             if rows:  # without rows, the steps were deleted meanwhile
-                yield _point(rows)
+                yield rows
             # If steps are missing, the next point starts at the next step that exists.
             (following,) = self._connection.execute(
                 "SELECT min(number) FROM steps WHERE run = ? AND number >= ?", (identity, begin + width)
@@ -407,13 +318,6 @@ class HistoryFile:
             raise
 
 
-def _point(rows: Sequence[tuple[int, float, float | None, int, int, float]]) -> Point:
-    numbers, durations, losses, peaks, moved, ends_s = zip(*rows, strict=True)
-    told_losses = [loss for loss in losses if loss is not None]
-    loss = median(told_losses) if told_losses else None
-    return Point(numbers[-1], 1e3 * median(durations), max(peaks), max(moved), loss, ends_s[-1])
-
-
 def _marks(count: int) -> str:
     """Returns the marks of as many values in a query."""
     return ", ".join("?" * count)
@@ -421,8 +325,3 @@ def _marks(count: int) -> str:
 
 def _has_tag(tag: str, tags: str) -> bool:
     return tag in json.loads(tags)
-
-
-def _seconds(value: float, most_s: float) -> float:
-    """Returns a time or duration that is finite, and between 0 and `most_s`."""
-    return min(max(value, 0.0), most_s) if isfinite(value) else 0.0

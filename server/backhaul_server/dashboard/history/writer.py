@@ -18,10 +18,11 @@ from typing import TypeVar
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.threads import only_in
-from backhaul_server.dashboard.collect.event_log import LogEvent
-from backhaul_server.dashboard.history.archive import EventList, EventSelection, RunList, RunSelection, StepSeries
 from backhaul_server.dashboard.history.schema import HistoryRefusedError
-from backhaul_server.dashboard.history.sqlite import EventRow, HistoryFile, ReportRows, event_row, report_rows
+from backhaul_server.dashboard.history.selection import EventList, EventSelection, RunList, RunSelection
+from backhaul_server.dashboard.history.sqlite import HistoryFile, Row, event_row, report_rows
+from backhaul_server.dashboard.schemas.events import EventEntry
+from backhaul_server.dashboard.schemas.runs import RunSeries
 
 logger = logging.getLogger("backhaul.dashboard")
 
@@ -50,7 +51,7 @@ _USABLE = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL}
 
 
 class History:
-    """The history of all trainers' runs and steps: an `Archive`.
+    """The history of all trainers' runs and steps.
 
     Attributes:
         error: Why no history is kept; empty while it is kept. Any thread may read it.
@@ -63,8 +64,7 @@ class History:
         self.dropped_steps = 0
         self._path = path
         self._retention_s = retention_days * _DAY_S
-        self._queued: deque[ReportRows | EventRow] = deque()
-        self._queued_rows = 0
+        self._queued: deque[Row] = deque()
         self._questions: deque[Callable[[HistoryFile | None], None]] = deque()
         self._wake = threading.Condition()  # guards the queues; notified for a question and for the stop
         self._is_stopping = False
@@ -91,54 +91,44 @@ class History:
         self._thread.join(STOP_S)
 
     def put(self, report: telemetry_pb2.TrainerReport, shift_s: float = 0.0) -> None:
-        """Queues a report, which is written within a second and before the next answer. See `Archive`.
+        """Queues a report, which is written within a second and before the next answer. Never blocks.
 
-        Drops it if the queue is full.
+        Drops it if the queue is full. A report may be put twice.
+
+        Args:
+            report: The report of a trainer, sanitized.
+            shift_s: Seconds to add to times of the trainer's clock for the dashboard's.
         """
-        if report.run.id:
-            rows = report_rows(report, time.time(), shift_s)
-            if not self._enqueue(rows):
-                self.dropped_steps += len(rows.steps)
+        if not self._enqueue(report_rows(report, time.time(), shift_s)):
+            self.dropped_steps += len(report.steps)
 
-    def put_event(self, event: LogEvent) -> None:
-        """Queues an event, as `put` does a report."""
-        self._enqueue(event_row(event))
+    def put_event(self, event: EventEntry) -> None:
+        """Queues an event, as `put` does a report. An event with a known id is not stored again."""
+        self._enqueue([event_row(event)])
 
-    def _enqueue(self, rows: ReportRows | EventRow) -> bool:
+    def _enqueue(self, rows: list[Row]) -> bool:
         with self._wake:
-            has_room = self._queued_rows + len(rows) <= QUEUED_ROWS
+            has_room = len(self._queued) + len(rows) <= QUEUED_ROWS
             if has_room:
-                self._queued.append(rows)
-                self._queued_rows += len(rows)
+                self._queued.extend(rows)
             return has_room
 
     async def runs(self, wanted: RunSelection, current: Sequence[str] = ()) -> RunList:
-        """Returns a page of the stored runs; none while there is no history."""
+        """Returns a page of the stored runs; none while there is no history.
+
+        Args:
+            wanted: The runs to return.
+            current: Ids of runs of which the answer says whether they are stored.
+        """
         return await self._ask(lambda file: file.runs(wanted, current, time.time()), RunList([], 0, set()))
 
     async def events(self, wanted: EventSelection) -> EventList | None:
         """Returns a page of the stored events; None while there is no history."""
         return await self._ask(lambda file: file.events(wanted), None)
 
-    async def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> StepSeries | None:
-        """Returns the steps of a run in at most `points` points, None if the history does not know the run."""
-        return await self._ask(lambda file: self._series(file, run, points, since_s, until_s), None)
-
-    def _series(self, file: HistoryFile, run: str, points: int, since_s: float, until_s: float) -> StepSeries | None:
-        stored = file.series(run, points, since_s, until_s)
-        if stored is None:
-            return None
-        series = StepSeries(run=run, step=[], at_s=[], step_ms=[], peak_bytes=[], moved_bytes=[], loss=[])
-        for point in stored:
-            series.step.append(point.step)
-            series.at_s.append(point.ended_at_s)
-            series.step_ms.append(point.step_ms)
-            series.peak_bytes.append(point.peak_bytes)
-            series.moved_bytes.append(point.moved_bytes)
-            series.loss.append(point.loss)
-            if self._is_stopping:
-                break
-        return series
+    async def series(self, run: str, points: int, since_s: float = -inf, until_s: float = inf) -> RunSeries | None:
+        """Returns the steps of a run that began in a range in at most `points` points; None for an unknown run."""
+        return await self._ask(lambda file: file.series(run, points, since_s, until_s, lambda: self._is_stopping), None)
 
     async def _ask(self, question: Callable[[HistoryFile], T], otherwise: T) -> T:
         """Lets the thread answer a question. Returns `otherwise` if there is no file or it cannot be read."""
@@ -149,7 +139,11 @@ class History:
                 return
             try:
                 answer.set_result(otherwise if file is None else question(file))
-            except (sqlite3.Error, ValueError) as error:  # ValueError: a field holds no valid JSON
+            except (
+                sqlite3.Error,
+                ValueError,
+                TypeError,
+            ) as error:  # the last two: a field holds another type or no JSON
                 self._note(self._reason(error))
                 answer.set_result(otherwise)
 
@@ -207,9 +201,8 @@ class History:
                 file = None
             return file
         with self._wake:
-            for written in queued:
+            for _ in queued:
                 self._queued.popleft()
-                self._queued_rows -= len(written)
         return file
 
     @only_in("backhaul-history")

@@ -9,9 +9,8 @@ from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
-from backhaul_server.dashboard.collect.event_log import Severity
 from backhaul_server.dashboard.collect.watched import KEPT_S
-from backhaul_server.dashboard.history.archive import EventSelection
+from backhaul_server.dashboard.history.selection import EventSelection
 from backhaul_server.dashboard.http.error_answers import FULL, MISSING
 from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.http.paging import cursor_of, page_of, read_cursor
@@ -27,8 +26,12 @@ from backhaul_server.dashboard.http.parameters import (
 )
 from backhaul_server.dashboard.http.runs_api import add_run_routes
 from backhaul_server.dashboard.http.sources import Sources
-from backhaul_server.dashboard.views import schemas
-from backhaul_server.dashboard.views.events import event_entry
+from backhaul_server.dashboard.schemas.events import Severity
+from backhaul_server.dashboard.schemas.latency import Latency
+from backhaul_server.dashboard.schemas.memory import MemoryHistory
+from backhaul_server.dashboard.schemas.network import Fleet, Topology
+from backhaul_server.dashboard.schemas.now import Overview
+from backhaul_server.dashboard.schemas.pages import AlertPage, EventPage, SessionPage, WorkerPage
 from backhaul_server.dashboard.views.fleet import fleet
 from backhaul_server.dashboard.views.latency import latency
 from backhaul_server.dashboard.views.memory import memory_history
@@ -68,37 +71,31 @@ def _add_present(app: FastAPI, sources: Sources, feed: Feed) -> None:
             yield event
 
     @app.get("/api/v1/overview", tags=["now"])
-    async def headline() -> schemas.Overview:
+    async def headline() -> Overview:
         """Headline numbers: workers, sessions, steps, bytes saved, time added, fallbacks."""
         return sources.overview()
 
     @app.get("/api/v1/workers", tags=["now"])
-    async def workers(limit: Limit = 100, cursor: Cursor = "") -> schemas.WorkerPage:
+    async def workers(limit: Limit = 100, cursor: Cursor = "") -> WorkerPage:
         """Every worker, as of its last answer, in the order of the command line."""
-        listed = sources.workers()
-        items, following = page_of(listed, lambda worker: worker.id, limit, cursor)
-        return schemas.WorkerPage(items=items, total=len(listed), next=following)
+        return page_of(WorkerPage, sources.workers(), limit, cursor)
 
     @app.get("/api/v1/sessions", tags=["now"])
-    async def sessions(limit: Limit = 100, cursor: Cursor = "") -> schemas.SessionPage:
+    async def sessions(limit: Limit = 100, cursor: Cursor = "") -> SessionPage:
         """Every session of every worker that answers."""
-        listed = sources.sessions()
-        items, following = page_of(listed, lambda session: session.id, limit, cursor)
-        return schemas.SessionPage(items=items, total=len(listed), next=following)
+        return page_of(SessionPage, sources.sessions(), limit, cursor)
 
     @app.get("/api/v1/alerts", tags=["now"])
-    async def alerts(limit: Limit = 100, cursor: Cursor = "") -> schemas.AlertPage:
+    async def alerts(limit: Limit = 100, cursor: Cursor = "") -> AlertPage:
         """The alerts that fire now, critical ones first."""
-        listed = sources.firing_alerts(time.time())
-        items, following = page_of(listed, lambda alert: alert.id, limit, cursor)
-        return schemas.AlertPage(items=items, total=len(listed), next=following)
+        return page_of(AlertPage, sources.alerts.evaluate(time.time()), limit, cursor)
 
 
 def _add_network(app: FastAPI, sources: Sources) -> None:
     """Adds the routes that show trainers and workers together."""
 
     @app.get("/api/v1/topology", tags=["network"])
-    async def network() -> schemas.Topology:
+    async def network() -> Topology:
         """Trainers, workers and the links between them: traffic, round trips and clocks."""
         return topology(sources.watch, time.time())
 
@@ -108,7 +105,7 @@ def _add_network(app: FastAPI, sources: Sources) -> None:
         points: Annotated[int, Query(ge=1, le=600, description="Intervals at most", examples=[60])] = 60,
         since_s: Since = None,
         until_s: Until = None,
-    ) -> schemas.Fleet:
+    ) -> Fleet:
         """The memory and load of all workers over time, in one answer."""
         return fleet(sources.watch.workers, last_seconds(seconds, since_s, until_s), points)
 
@@ -135,7 +132,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         ] = "",
         limit: Limit = 100,
         cursor: Cursor = "",
-    ) -> schemas.EventPage:
+    ) -> EventPage:
         """What happened to workers and runs, the newest first.
 
         With `run` or `runs`, events of these runs and those that concern no run in particular.
@@ -148,7 +145,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         listed = await sources.events(wanted)
         items = listed.events[:limit]
         following = cursor_of(items[-1].at_s, items[-1].id) if len(listed.events) > limit else None
-        return schemas.EventPage(items=[event_entry(event) for event in items], total=listed.total, next=following)
+        return EventPage(items=items, total=listed.total, next=following)
 
     @app.get("/api/v1/memory", tags=["memory and latency"])
     async def memory(
@@ -156,7 +153,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         points: Annotated[int, Query(ge=10, le=1_000, description="At most, of each series", examples=[300])] = 300,
         since_s: Since = None,
         until_s: Until = None,
-    ) -> schemas.MemoryHistory:
+    ) -> MemoryHistory:
         """Bytes by tier of every worker, and bytes held by run, over time."""
         return memory_history(sources.watch, last_seconds(seconds, since_s, until_s), points)
 
@@ -172,10 +169,10 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         ] = "",
         since_s: Since = None,
         until_s: Until = None,
-    ) -> schemas.Latency:
+    ) -> Latency:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
         asked = await sources.asked([run]) if run else [one for one in sources.watch.trainers if one.detail is not None]
         of_steps = given_range(since_s, until_s)
-        aligned = [(known, sources.shift_s(known)) for known in asked if known is not None]
+        aligned = [(known, sources.watch.shift_s(known)) for known in asked if known is not None]
         return latency(calls, aligned, last_seconds(seconds, since_s, until_s), method, of_steps)

@@ -20,7 +20,8 @@ from backhaul_runtime.process.discovery import AddressSource
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
-from backhaul_server.dashboard.history.archive import Archive, NoArchive
+from backhaul_server.dashboard.history.retention import MEMORY, RETENTION_DAYS
+from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.http.access import TokenMiddleware
 from backhaul_server.dashboard.http.api import add_routes
 from backhaul_server.dashboard.http.feed import Feed
@@ -55,7 +56,7 @@ def create_app(
     tokens: Sequence[str | None] = (None,),
     token: str | None = None,
     host: str = "",
-    history: Archive | None = None,
+    history: History | None = None,
     tls: TlsFiles | None = None,
 ) -> FastAPI:
     """Returns the application, which watches the workers while it runs.
@@ -65,13 +66,13 @@ def create_app(
         tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
         token: The token that visitors must show, None for no token.
         host: The host that the server listens on.
-        history: The history that keeps reports, None to keep none.
+        history: The history that keeps reports; None to keep them in memory only.
         tls: The files with which it speaks TLS with workers; None: without TLS.
 
     Returns:
         The application, with the feed of /api/v1/live as `state.feed`. Streams end when the feed is closed.
     """
-    history = history or NoArchive()
+    history = history or History(MEMORY, RETENTION_DAYS)
     watch = Watch(workers, tokens, history.put, tls, history.put_event)
     alerts = Alerts(watch)
     sources = Sources(watch, alerts, history)

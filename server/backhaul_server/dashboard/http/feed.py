@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from fastapi.sse import ServerSentEvent
 
-from backhaul_server.dashboard.views.schemas import Live
+from backhaul_server.dashboard.schemas.live import Live
 
 logger = logging.getLogger("backhaul.dashboard")
 

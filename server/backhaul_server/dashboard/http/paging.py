@@ -7,13 +7,15 @@ ended, also if items were added or removed between the two requests.
 import base64
 import binascii
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import isfinite
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import HTTPException
 
-T = TypeVar("T")
+from backhaul_server.dashboard.schemas.pages import Page
+
+PageT = TypeVar("PageT", bound=Page)
 
 
 def cursor_of(number: float, name: str) -> str:
@@ -34,21 +36,22 @@ def read_cursor(cursor: str) -> tuple[float, str]:
         raise HTTPException(422, [detail]) from None
 
 
-def page_of(items: Sequence[T], name_of: Callable[[T], str], limit: int, cursor: str) -> tuple[list[T], str | None]:
-    """Returns a page of a list that is at hand as a whole, and the cursor of the next page; None after the last.
+def page_of(kind: type[PageT], items: Sequence[Any], limit: int, cursor: str) -> PageT:
+    """Returns a page of a list that is at hand as a whole.
 
     Args:
-        items: All items, in the order of the list.
-        name_of: Returns the id of an item.
+        kind: The kind of page.
+        items: All items, in the order of the list, each with an `id`.
         limit: The largest number of items of the page.
         cursor: The cursor of the page; empty for the first one.
     """
     start = 0
     if cursor:
         number, name = read_cursor(cursor)
-        names = [name_of(item) for item in items]
+        names = [item.id for item in items]
         # The item may be gone: then those behind it have moved up to its place.
         start = names.index(name) + 1 if name in names else max(0, int(number))
     page = list(items[start : start + limit])
     has_more = start + limit < len(items)
-    return page, cursor_of(start + len(page) - 1, name_of(page[-1])) if has_more and page else None
+    following = cursor_of(start + len(page) - 1, page[-1].id) if has_more and page else None
+    return kind.model_validate({"items": page, "total": len(items), "next": following})

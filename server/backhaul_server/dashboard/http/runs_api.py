@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from backhaul_server.dashboard.collect.segments import Row, reasons_of, select
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
-from backhaul_server.dashboard.history.archive import RunSelection
+from backhaul_server.dashboard.history.selection import RunSelection
 from backhaul_server.dashboard.http.error_answers import MISSING
 from backhaul_server.dashboard.http.paging import cursor_of, read_cursor
 from backhaul_server.dashboard.http.parameters import (
@@ -31,7 +31,10 @@ from backhaul_server.dashboard.http.parameters import (
     given_range,
 )
 from backhaul_server.dashboard.http.sources import Sources
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.pages import RunPage
+from backhaul_server.dashboard.schemas.runs import RunSeries, RunSummary
+from backhaul_server.dashboard.schemas.segments import SegmentList
+from backhaul_server.dashboard.schemas.timeline import Timeline
 from backhaul_server.dashboard.views.segments import as_csv, segment_list
 from backhaul_server.dashboard.views.timeline import last_steps, timeline
 from backhaul_server.dashboard.views.trace import chrome_trace, file_name
@@ -55,7 +58,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         steps: Steps = 3,
         since_s: Since = None,
         until_s: Until = None,
-    ) -> schemas.Timeline:
+    ) -> Timeline:
         """The last steps of one run, or of several on one axis, as lanes of bars. Bars of one row never overlap.
 
         Times of trainers whose clocks can be compared with the dashboard's are converted to it. `runs` and `workers`
@@ -106,7 +109,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         descending: Descending = False,
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
-    ) -> schemas.SegmentList:
+    ) -> SegmentList:
         """The cost of each segment, the place of its recomputation, and the reason for it."""
         tables, note = await sources.tables(runs or filter(None, [run]))
         rows = select(tables, text, sort, descending=descending, reason=reason)
@@ -145,7 +148,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         ] = "",
         limit: Limit = 100,
         cursor: Cursor = "",
-    ) -> schemas.RunPage:
+    ) -> RunPage:
         """Runs reported since the dashboard started and runs kept in the history, newest first."""
         wanted = RunSelection(limit + 1, query, tag)
         if cursor:
@@ -153,10 +156,10 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         listed, total = await sources.runs(wanted)
         items = listed[:limit]
         following = cursor_of(items[-1].started_at_s, items[-1].run) if len(listed) > limit else None
-        return schemas.RunPage(items=items, total=total, next=following)
+        return RunPage(items=items, total=total, next=following)
 
     @app.get("/api/v1/runs/{run}", tags=["runs"], responses=MISSING)
-    async def one_run(run: RunOfPath) -> schemas.RunSummary:
+    async def one_run(run: RunOfPath) -> RunSummary:
         """One run, as the list of runs has it."""
         return await sources.run_by_id(run)
 
@@ -166,7 +169,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
         since_s: Since = None,
         until_s: Until = None,
-    ) -> schemas.RunSeries:
+    ) -> RunSeries:
         """The steps of a run over time: duration, the trainer's peak memory, moved bytes and loss."""
         return await sources.series(run, points, given_range(since_s, until_s))
 

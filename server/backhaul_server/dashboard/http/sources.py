@@ -10,14 +10,17 @@ from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
-from backhaul_server.dashboard.history.archive import Archive, EventList, EventSelection, RunSelection
+from backhaul_server.dashboard.history.selection import EventList, EventSelection, RunSelection
+from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.metrics.alerts import Alerts
-from backhaul_server.dashboard.views import schemas
-from backhaul_server.dashboard.views.events import event_entry, selected_events
+from backhaul_server.dashboard.schemas.live import Live
+from backhaul_server.dashboard.schemas.now import Overview, SessionStatus, WorkerStatus
+from backhaul_server.dashboard.schemas.runs import RunSeries, RunSummary
+from backhaul_server.dashboard.views.events import selected_events
 from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.overview import overview
 from backhaul_server.dashboard.views.ranges import TimeRange
-from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, run_summary, stored_summary
+from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, run_summary
 from backhaul_server.dashboard.views.workers import session_statuses, worker_status
 
 _TOLD_LATELY_S = 60.0
@@ -30,36 +33,32 @@ class Sources:
 
     watch: Watch
     alerts: Alerts
-    history: Archive
+    history: History
 
-    def overview(self) -> schemas.Overview:
+    def overview(self) -> Overview:
         """Returns the headline numbers."""
         return overview(self.watch, time.time(), self.history.error)
 
-    def workers(self) -> list[schemas.WorkerStatus]:
+    def workers(self) -> list[WorkerStatus]:
         """Returns all workers, in the order of the command line."""
         return [worker_status(worker) for worker in self.watch.workers]
 
-    def sessions(self) -> list[schemas.SessionStatus]:
+    def sessions(self) -> list[SessionStatus]:
         """Returns the sessions of all workers that answer."""
         return [session for worker in self.watch.workers for session in session_statuses(worker)]
 
-    def firing_alerts(self, now_s: float) -> list[schemas.Alert]:
-        """Returns the alerts that fire now, critical ones first."""
-        return [schemas.Alert.model_validate(alert, from_attributes=True) for alert in self.alerts.evaluate(now_s)]
-
-    def live(self) -> schemas.Live:
+    def live(self) -> Live:
         """Returns the data of one live event."""
         now_s, newest = time.time(), self.watch.trainers.newest()
         recent = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
         events = selected_events(self.watch.events, EventSelection(_LIVE_EVENTS)).events
-        return schemas.Live(
+        return Live(
             overview=self.overview(),
             workers=self.workers(),
             sessions=self.sessions(),
-            alerts=self.firing_alerts(now_s),
+            alerts=self.alerts.evaluate(now_s),
             runs=[run_summary(run, now_s) for run in recent],
-            events=[event_entry(event) for event in events],
+            events=events,
         )
 
     def run(self, name: str) -> TrainerRun:
@@ -101,11 +100,6 @@ class Sources:
                 return worker
         raise HTTPException(404, f'worker "{address}" is not watched: /api/v1/workers lists the workers')
 
-    def shift_s(self, run: TrainerRun) -> float:
-        """Returns the seconds to add to times of a trainer's clock for ours; 0 if the clocks cannot be compared."""
-        aligned = self.watch.alignment(run)
-        return aligned.shift_s if aligned is not None else 0.0
-
     async def events(self, wanted: EventSelection) -> EventList:
         """Returns a page of events: those of the history, or those in memory while there is none."""
         kept = None if self.history.error else await self.history.events(wanted)
@@ -116,34 +110,34 @@ class Sources:
         known = self.watch.trainers.find(run)
         return f"{known.about.name} rank {known.about.rank}" if known is not None else ""
 
-    async def runs(self, wanted: RunSelection) -> tuple[list[schemas.RunSummary], int]:
+    async def runs(self, wanted: RunSelection) -> tuple[list[RunSummary], int]:
         """Returns a page of the runs of the history and of those in memory, and the number of both on all pages."""
         now_s = time.time()
         current = {run.id: run for run in self.watch.trainers if is_wanted(run, wanted)}
         kept = await self.history.runs(wanted, list(current))
         summaries = {}
-        for record in kept.runs:
-            run = self.watch.trainers.find(record.run)
-            summaries[record.run] = stored_summary(record) if run is None else merged(record, run, now_s)
+        for stored in kept.runs:
+            run = self.watch.trainers.find(stored.run)
+            summaries[stored.run] = stored if run is None else merged(stored, run, now_s)
         new = [run_summary(run, now_s) for name, run in current.items() if name not in kept.stored]
         summaries |= {run.run: run for run in new if (run.started_at_s, run.run) < wanted.before}
         page = sorted(summaries.values(), key=lambda run: (run.started_at_s, run.run), reverse=True)
         return page[: wanted.limit], kept.total + len(new)
 
-    async def run_by_id(self, name: str) -> schemas.RunSummary:
+    async def run_by_id(self, name: str) -> RunSummary:
         """Returns a run of the history or in memory. Raises HTTPException 404 if neither knows it."""
         kept = await self.history.runs(RunSelection(1, id=name))
         run = self.watch.trainers.find(name)
         if kept.runs:
-            return stored_summary(kept.runs[0]) if run is None else merged(kept.runs[0], run, time.time())
+            return kept.runs[0] if run is None else merged(kept.runs[0], run, time.time())
         return run_summary(self.run(name), time.time())
 
-    async def series(self, name: str, points: int, within: TimeRange) -> schemas.RunSeries:
+    async def series(self, name: str, points: int, within: TimeRange) -> RunSeries:
         """Returns the steps of a run. Raises HTTPException 404 if it is unknown."""
         kept = None
         if not self.history.error:
             kept = await self.history.series(name, points, within.since_s, within.until_s)
         if kept is not None:
-            return schemas.RunSeries.model_validate(kept, from_attributes=True)
+            return kept
         run = self.run(name)
-        return run_series(run, points, within, self.shift_s(run))
+        return run_series(run, points, within, self.watch.shift_s(run))

@@ -13,6 +13,7 @@ from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.collect.watched import Watched
+from backhaul_server.dashboard.schemas.now import Alert
 
 MOST_FALLBACKS = 0.01
 MOST_MEMORY = 0.8
@@ -153,30 +154,6 @@ ALERTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class FiringAlert:
-    """An alert whose condition holds.
-
-    Attributes:
-        name: The name of its rule.
-        severity: The severity of its rule.
-        subject: The address of the worker, or the id of the run, that it is about.
-        summary: What happened, with the values, and what to do.
-        since_s: When the condition began to hold, in seconds since 1970.
-    """
-
-    name: str
-    severity: Literal["warning", "critical"]
-    subject: str
-    summary: str
-    since_s: float
-
-    @property
-    def id(self) -> str:
-        """A name that stays the same while the alert fires."""
-        return f"{self.name}:{self.subject}"
-
-
 class Alerts:
     """Evaluates the rules, and remembers since when each alert fires. Call `evaluate` about once a second."""
 
@@ -184,12 +161,20 @@ class Alerts:
         self._watch = watch
         self._since: dict[tuple[str, str], float] = {}
 
-    def evaluate(self, now_s: float) -> list[FiringAlert]:
+    def evaluate(self, now_s: float) -> list[Alert]:
         """Returns the alerts that fire now, critical ones first. An alert that fired last time keeps its `since_s`."""
         before, self._since, firing = self._since, {}, []
         for rule in ALERTS:
             for subject, summary in rule.condition(self._watch, now_s):
                 since_s = before.get((rule.name, subject), now_s)
                 self._since[rule.name, subject] = since_s
-                firing.append(FiringAlert(rule.name, rule.severity, subject, summary, since_s))
+                firing.append(
+                    Alert.of(
+                        rule,
+                        id=f"{rule.name}:{subject}",
+                        subject=subject,
+                        summary=summary,
+                        since_s=since_s,
+                    )
+                )
         return sorted(firing, key=lambda alert: alert.severity)

@@ -13,8 +13,8 @@ from typing import Literal
 
 from backhaul_proto.v1.telemetry_pb2 import GetTelemetryResponse, RpcTelemetry
 from backhaul_runtime.wire.telemetry import BOUNDS_S
-from backhaul_server.dashboard.collect.event_log import KINDS
 from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.schemas.events import KINDS
 
 Kind = Literal["gauge", "counter", "histogram"]
 

@@ -1,21 +1,15 @@
-"""The event log as /api/v1 shows it."""
+"""The events in memory, as the history would return them."""
 
 from collections.abc import Callable, Iterable
 
-from backhaul_server.dashboard.collect.event_log import LogEvent
-from backhaul_server.dashboard.history.archive import EventList, EventSelection
-from backhaul_server.dashboard.views import schemas
-
-
-def event_entry(event: LogEvent) -> schemas.EventEntry:
-    """Returns an entry of the log."""
-    return schemas.EventEntry.model_validate(event, from_attributes=True)
+from backhaul_server.dashboard.history.selection import EventList, EventSelection
+from backhaul_server.dashboard.schemas.events import EventEntry
 
 
 def selected_events(
-    events: Iterable[LogEvent], wanted: EventSelection, name_of: Callable[[str], str] = lambda _: ""
+    events: Iterable[EventEntry], wanted: EventSelection, name_of: Callable[[str], str] = lambda _: ""
 ) -> EventList:
-    """Returns a page of the events in memory, as a history would return it.
+    """Returns a page of the events in memory.
 
     Args:
         events: All events in memory.

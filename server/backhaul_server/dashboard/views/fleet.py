@@ -5,13 +5,12 @@ from statistics import fmean
 
 from backhaul_server.dashboard.collect.series import Series
 from backhaul_server.dashboard.collect.watched import Watched
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.network import Fleet, FleetMember, worker_id
 from backhaul_server.dashboard.views.ranges import TimeRange
-from backhaul_server.dashboard.views.topology import worker_id
 from backhaul_server.dashboard.views.workers import accelerator_status
 
 
-def fleet(workers: Iterable[Watched], shown: TimeRange, points: int) -> schemas.Fleet:
+def fleet(workers: Iterable[Watched], shown: TimeRange, points: int) -> Fleet:
     """Returns all workers over a range, in at most `points` intervals.
 
     Intervals keep their times between requests, so that a chart that is drawn again does not flicker.
@@ -19,18 +18,19 @@ def fleet(workers: Iterable[Watched], shown: TimeRange, points: int) -> schemas.
     width_s = shown.interval_s(points)
     last = int(shown.until_s // width_s)
     first = max(last - points + 1, int(shown.since_s // width_s))
-    return schemas.Fleet(
+    return Fleet(
         at_s=[float(interval * width_s) for interval in range(first, last + 1)],
         interval_s=width_s,
         workers=[_worker(worker, first, last, width_s) for worker in workers],
     )
 
 
-def _worker(worker: Watched, first: int, last: int, width_s: int) -> schemas.FleetMember:
+def _worker(worker: Watched, first: int, last: int, width_s: int) -> FleetMember:
     budget_bytes = worker.budget_bytes
     now = worker.telemetry if worker.state != "unreachable" else None
     memory = _intervals(worker.memory, first, last, width_s, max)
-    return schemas.FleetMember(
+    return FleetMember.of(
+        now,
         id=worker_id(worker.address.text),
         address=worker.address.text,
         state=worker.state,
@@ -40,7 +40,6 @@ def _worker(worker: Watched, first: int, last: int, width_s: int) -> schemas.Fle
             None if load is None else round(load, 4) for load in _intervals(worker.load, first, last, width_s, fmean)
         ],
         sessions=len(now.sessions) if now is not None else None,
-        queued_requests=now.queued_requests if now is not None else None,
         accelerator=accelerator_status(now),
     )
 

@@ -4,13 +4,13 @@ from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.totals import WINDOW_S, Totals
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.now import Overview
 
 _STEPS_WINDOW_S = 30.0
 _COST_WINDOW_S = 60.0
 
 
-def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview:
+def overview(watch: Watch, now_s: float, history_error: str) -> Overview:
     """Returns the headline numbers over all workers and runs. A value that is not known now is None."""
     runs = list(watch.trainers)
     running = [run for run in runs if run.state(now_s) == "running"]
@@ -19,10 +19,7 @@ def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview
     recomputed = recent.remote + recent.on_trainer
     is_answered = any(worker.state != "unreachable" for worker in watch.workers)
 
-    def per_step_ms(seconds: float) -> float | None:
-        return 1e3 * seconds / cost.steps if cost.steps else None
-
-    return schemas.Overview(
+    return Overview(
         at_s=now_s,
         workers=len(watch.workers),
         healthy_workers=sum(worker.is_healthy(now_s) for worker in watch.workers),
@@ -32,10 +29,10 @@ def overview(watch: Watch, now_s: float, history_error: str) -> schemas.Overview
         steps_per_s=sum(_steps_per_s(run, now_s) for run in runs) if is_answered else None,
         saved_bytes=min(LARGEST, sum(run.last_step.saved_bytes for run in running)) if running else None,
         peak_saved_bytes=min(LARGEST, sum(run.last_step.peak_saved_bytes for run in running)) if running else None,
-        added_ms_per_step=per_step_ms(cost.wait_s + cost.overhead_s - cost.spared_s),
-        wait_ms_per_step=per_step_ms(cost.wait_s),
-        overhead_ms_per_step=per_step_ms(cost.overhead_s),
-        spared_ms_per_step=per_step_ms(cost.spared_s),
+        added_ms_per_step=cost.per_step_ms(cost.wait_s + cost.overhead_s - cost.spared_s),
+        wait_ms_per_step=cost.per_step_ms(cost.wait_s),
+        overhead_ms_per_step=cost.per_step_ms(cost.overhead_s),
+        spared_ms_per_step=cost.per_step_ms(cost.spared_s),
         remote_share=recent.remote / recomputed if recomputed else None,
         fallbacks=int(recent.fallbacks) if is_answered else None,
         dropped_reports=min(LARGEST, sum(run.dropped for run in runs)),

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterable, Iterator
 
 from backhaul_server.dashboard.collect.segments import ReasonCount, Row
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.segments import SegmentList, SegmentReason, SegmentStatus
 
 _LINES = 500
 
 
 def segment_list(
     page: Iterable[Row], total: int, reasons: Iterable[ReasonCount], offset: int, limit: int, note: str
-) -> schemas.SegmentList:
+) -> SegmentList:
     """Returns a page of the table.
 
     Args:
@@ -24,20 +24,20 @@ def segment_list(
         limit: The largest number of rows of a page.
         note: A sentence on runs whose segments are not kept; empty if there are none.
     """
-    return schemas.SegmentList(
+    return SegmentList(
         at_s=time.time(),
         total=total,
         offset=offset,
         limit=limit,
-        rows=[schemas.SegmentStatus.model_validate(row, from_attributes=True) for row in page],
-        reasons=[schemas.SegmentReason.model_validate(reason, from_attributes=True) for reason in reasons],
+        rows=[SegmentStatus.model_validate(row, from_attributes=True) for row in page],
+        reasons=[SegmentReason.model_validate(reason, from_attributes=True) for reason in reasons],
         note=note,
     )
 
 
 def as_csv(rows: Iterable[Row]) -> Iterator[str]:
     """Yields all rows as CSV under a header, a few hundred lines at a time. No cell is a formula for a spreadsheet."""
-    columns = list(schemas.SegmentStatus.model_fields)
+    columns = list(SegmentStatus.model_fields)
     lines = io.StringIO()
     writer = csv.writer(lines)
     writer.writerow(columns)

@@ -3,15 +3,23 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import cast
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.intervals import Interval, common, length, rows_of, union
 from backhaul_server.dashboard.collect.links import Alignment
 from backhaul_server.dashboard.collect.series import LARGEST
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
-from backhaul_server.dashboard.views import schemas
+from backhaul_server.dashboard.schemas.timeline import (
+    BlockShare,
+    BlockStatus,
+    Call,
+    Lane,
+    Span,
+    Timeline,
+    TimelineClock,
+    TimelineRun,
+    TimelineStep,
+)
 from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
@@ -19,7 +27,7 @@ BARS = 20_000
 """The number of bars in an export. If there are more, the shortest are left out."""
 SHOWN_BARS = 4_000
 """The number of bars on the page. Further bars would be thinner than a pixel and take seconds to send."""
-LANES: dict[int, schemas.Lane] = {
+LANES: dict[int, Lane] = {
     telemetry_pb2.LANE_FORWARD: "forward",
     telemetry_pb2.LANE_UPLOAD: "upload",
     telemetry_pb2.LANE_QUEUE: "queue",
@@ -47,7 +55,7 @@ class Bar:
         call: Index of its call in `Steps.calls`.
     """
 
-    lane: schemas.Lane
+    lane: Lane
     worker: str
     start_s: float
     end_s: float
@@ -130,7 +138,7 @@ def name_of(call: telemetry_pb2.SegmentCall) -> str:
 
 def timeline(
     runs: Sequence[tuple[TrainerRun, Alignment | None]], count: int, within: TimeRange = EVER, forgotten: int = 0
-) -> schemas.Timeline:
+) -> Timeline:
     """Returns the timeline of the last steps of runs, on one axis.
 
     Args:
@@ -147,12 +155,12 @@ def timeline(
     ended = [part for part in parts if part.steps]
     begin_s = min((part.begin_s + part.shift_s for part in ended), default=0.0)
     end_s = max((part.end_s + part.shift_s for part in ended), default=0.0)
-    shown = schemas.Timeline(
+    shown = Timeline(
         run=runs[0][0].id if runs else "",
         begins_at_s=begin_s,
         duration_ms=1e3 * (end_s - begin_s),
         steps=[],
-        runs=[_run(run, aligned) for run, aligned in runs],
+        runs=[TimelineRun.of(run.about, aligned, run=run.id) for run, aligned in runs],
         workers=[clock for run, _ in runs for clock in _clocks(run)],
         why_empty="",
         note=why_not_kept("Timelines", [*(run for run, _ in runs), *[None] * forgotten]),
@@ -173,7 +181,7 @@ def timeline(
     return shown
 
 
-def _add(shown: schemas.Timeline, part: Steps, begin_s: float) -> None:
+def _add(shown: Timeline, part: Steps, begin_s: float) -> None:
     """Adds the steps of a run to a timeline that begins at `begin_s` of the trainer's clock."""
     bars: dict[int, list[Bar]] = defaultdict(list)
     for bar in part.bars:
@@ -182,34 +190,15 @@ def _add(shown: schemas.Timeline, part: Steps, begin_s: float) -> None:
     place_of = {call: first + index for index, call in enumerate(sorted({bar.call for bar in part.bars}))}
     shown.steps += [_step(part.run.id, step, begin_s, bars[step.number]) for step in part.steps]
     shown.spans += _spans(part, begin_s, place_of)
-    shown.calls += [_call(part.run.id, part.calls[call]) for call in place_of]
+    calls = [part.calls[call] for call in place_of]
+    shown.calls += [Call.of(call, run=part.run.id, segment=name_of(call)) for call in calls]
 
 
-def _run(run: TrainerRun, aligned: Alignment | None) -> schemas.TimelineRun:
-    return schemas.TimelineRun(
-        run=run.id,
-        name=run.about.name,
-        trainer=run.about.trainer,
-        rank=run.about.rank,
-        shift_ms=1e3 * aligned.shift_s if aligned is not None else None,
-        error_ms=1e3 * aligned.error_s if aligned is not None else None,
-    )
-
-
-def _clocks(run: TrainerRun) -> list[schemas.TimelineClock]:
+def _clocks(run: TrainerRun) -> list[TimelineClock]:
     clocks = []
     for address in sorted({*run.about.workers, *run.links}):
         link = run.links.get(address)
-        is_known = link is not None and link.clock_error_s < inf
-        clocks.append(
-            schemas.TimelineClock(
-                run=run.id,
-                worker=address,
-                clock_offset_ms=1e3 * link.clock_offset_s if link is not None and is_known else None,
-                clock_error_ms=1e3 * link.clock_error_s if link is not None and is_known else None,
-                round_trip_ms=1e3 * link.round_trip_s if link is not None and is_known else None,
-            )
-        )
+        clocks.append(TimelineClock.of(link.clock if link is not None else None, run=run.id, worker=address))
     return clocks
 
 
@@ -226,21 +215,21 @@ def _why_empty(runs: Sequence[TrainerRun], *, has_steps: bool, is_ever: bool) ->
     return "The calls of these steps were not reported or are kept no longer. Choose a later step."
 
 
-def by_lane(bars: Sequence[Bar]) -> dict[tuple[schemas.Lane, str], list[Bar]]:
+def by_lane(bars: Sequence[Bar]) -> dict[tuple[Lane, str], list[Bar]]:
     """Groups bars by lane and worker, in the order of their starts."""
-    lanes: dict[tuple[schemas.Lane, str], list[Bar]] = defaultdict(list)
+    lanes: dict[tuple[Lane, str], list[Bar]] = defaultdict(list)
     for bar in bars:
         lanes[bar.lane, bar.worker].append(bar)
     return lanes
 
 
-def _spans(steps: Steps, begin_s: float, place_of: Mapping[int, int]) -> list[schemas.Span]:
+def _spans(steps: Steps, begin_s: float, place_of: Mapping[int, int]) -> list[Span]:
     spans, names = [], [name_of(call) for call in steps.calls]
     for (lane, worker), bars in by_lane(steps.bars).items():
         placed = [(_on_grid(bar.start_s - begin_s), _on_grid(bar.end_s - begin_s)) for bar in bars]
         for bar, (start_ms, end_ms), row in zip(bars, placed, rows_of(placed), strict=True):
             spans.append(
-                schemas.Span(
+                Span(
                     lane=lane,
                     worker=worker,
                     row=row,
@@ -259,34 +248,27 @@ def _on_grid(seconds: float) -> float:
     return round(1e3 * _GRID * seconds) / _GRID
 
 
-def _step(run: str, step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> schemas.TimelineStep:
-    return schemas.TimelineStep(
+def _step(run: str, step: telemetry_pb2.Step, begin_s: float, bars: Sequence[Bar]) -> TimelineStep:
+    return TimelineStep.of(
+        step,
         run=run,
-        number=step.number,
         start_ms=1e3 * (step.started_at_s - begin_s),
-        duration_ms=1e3 * step.duration_s,
-        loss=step.loss if step.HasField("loss") else None,
         overlap=_overlap(bars),
-        wait_ms=1e3 * step.wait_s,
         block=_block(step.block) if step.HasField("block") else None,
     )
 
 
-def _block(block: telemetry_pb2.Block) -> schemas.BlockStatus:
+def _block(block: telemetry_pb2.Block) -> BlockStatus:
     segments = sum(share.segments for share in block.shares)
     trainer_s = next((share.segment_s for share in block.shares if not share.worker and share.segments), 0.0)
     alone_s = block.others_s + segments * trainer_s
-    return schemas.BlockStatus(
-        micro_batches=block.micro_batches,
-        took_ms=1e3 * block.took_s,
-        held_bytes=block.held_bytes,
+    return BlockStatus.of(
+        block,
         speed_up=min(LARGEST, alone_s / block.took_s) if trainer_s and block.took_s else None,
         shares=[
-            schemas.BlockShare(
-                worker=share.worker,
-                segments=share.segments,
+            BlockShare.of(
+                share,
                 share=share.segments / segments if segments else 0.0,
-                segment_ms=1e3 * share.segment_s,
                 speed=min(LARGEST, trainer_s / share.segment_s) if trainer_s and share.segment_s else None,
             )
             for share in block.shares
@@ -304,22 +286,3 @@ def _overlap(bars: Sequence[Bar]) -> float | None:
 
 def _interval(bar: Bar) -> Interval:
     return bar.start_s, bar.end_s
-
-
-def _call(run: str, call: telemetry_pb2.SegmentCall) -> schemas.Call:
-    return schemas.Call(
-        run=run,
-        step=call.step,
-        segment=name_of(call),
-        worker=call.worker,
-        decision=cast(schemas.Decision, call.decision),
-        reason=call.reason,
-        is_fallback=call.is_fallback,
-        up_bytes=call.up_bytes,
-        down_bytes=call.down_bytes,
-        retries=call.retries,
-        mismatches=call.mismatches,
-        drift=call.drift,
-        overhead_ms=1e3 * call.overhead_s,
-        micro_batch=call.micro_batch,
-    )

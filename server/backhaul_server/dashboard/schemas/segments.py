@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
 
 Decision = Literal["gradients", "activations", "trainer", "kept", ""]
 """What became of a call: what a worker returned; "trainer" if the trainer recomputed it; "kept" if its activations
@@ -24,11 +25,11 @@ class SegmentReason(Schema):
 class SegmentStatus(Schema):
     """All reported calls of one segment of a run."""
 
-    run: str = Field(description="Id of the training run", examples=["9f86d081884c7d65"])
-    segment: str = Field(description="Name and position of the segment", examples=["Block #3"])
+    run: fields.RunId
+    segment: fields.Segment
     calls: int = Field(description="Number of reported calls", examples=[1_043])
-    up_bytes: int = Field(description="Bytes sent for all calls together", examples=[5_577_572_352])
-    down_bytes: int = Field(description="Bytes received for all calls together", examples=[5_468_323_840])
+    up_bytes: fields.UpBytes
+    down_bytes: fields.DownBytes
     local_ms: float = Field(description="Median forward time on the trainer", examples=[31.8])
     remote_ms: float = Field(
         description="Median time of recomputation and backward on a worker; 0 if there was none", examples=[95.9]
@@ -41,19 +42,16 @@ class SegmentStatus(Schema):
         description="Reasons for which calls got no gradients from a worker, the most recent first, at most 8"
     )
     worker: str = Field(description="Worker of the last call", examples=["127.0.0.1:50051"])
-    fallbacks: int = Field(description="Calls that were meant for a worker but ran on the trainer", examples=[0])
-    mismatches: int = Field(description="Recomputations whose values the trainer rejected", examples=[0])
-    drift: float = Field(
-        description="Largest relative difference between recomputed and original values; 0 if all bits are equal",
-        examples=[0.0],
-    )
-    retries: int = Field(description="Number of repeated requests", examples=[0])
+    fallbacks: fields.Fallbacks
+    mismatches: fields.Mismatches
+    drift: fields.Drift
+    retries: fields.Retries
 
 
 class SegmentList(Schema):
     """A page of the table of segments, which `offset` and `limit` choose, because any column may order it."""
 
-    at_s: float = Field(description="Current time of the dashboard's clock", examples=[1763769600.0])
+    at_s: fields.Now
     total: int = Field(description="Number of segments that match the filters", examples=[1])
     offset: int = Field(description="Number of rows before this page", examples=[0])
     limit: int = Field(description="The most rows of a page", examples=[100])

@@ -4,8 +4,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
-from backhaul_server.dashboard.views.schemas.segments import Decision
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
+from backhaul_server.dashboard.schemas.segments import Decision
 
 Lane = Literal["forward", "upload", "queue", "recompute", "backward", "download", "wait", "trainer"]
 
@@ -20,19 +21,17 @@ class Span(Schema):
     row: int = Field(description="Row within the lane; no two bars of a row overlap", examples=[0])
     start_ms: float = Field(description="Milliseconds since the start of the timeline", examples=[512.25])
     duration_ms: float = Field(description="Length of the bar in milliseconds", examples=[62.5])
-    segment: str = Field(
-        description="Name and position of the segment, as in the table of segments", examples=["Block #3"]
-    )
-    run: str = Field(description="Id of the run that the bar belongs to", examples=["9f86d081884c7d65"])
+    segment: fields.Segment
+    run: fields.RunId
     call: int = Field(description="Index of the call in `calls`", examples=[3])
 
 
 class Call(Schema):
     """A checkpointed call in the timeline."""
 
-    run: str = Field(description="Id of the run that the call belongs to", examples=["9f86d081884c7d65"])
+    run: fields.RunId
     step: int = Field(description="Number of the step", examples=[1_043])
-    segment: str = Field(description="Name and position of the segment", examples=["Block #3"])
+    segment: fields.Segment
     worker: str = Field(
         description="Address of the worker that got the segment; empty if none did", examples=["127.0.0.1:50051"]
     )
@@ -42,17 +41,12 @@ class Call(Schema):
         examples=["gradients"],
     )
     reason: str = Field(description="Why it was recomputed where it was, in words; may be empty", examples=[""])
-    is_fallback: bool = Field(
-        description="Whether the call was meant for a worker but ran on the trainer", examples=[False]
-    )
+    is_fallback: fields.IsFallback
     up_bytes: int = Field(description="Bytes sent for the call", examples=[5_347_737])
     down_bytes: int = Field(description="Bytes received for the call", examples=[5_242_880])
-    retries: int = Field(description="Number of repeated requests", examples=[0])
-    mismatches: int = Field(description="Number of recomputations whose values the trainer rejected", examples=[0])
-    drift: float = Field(
-        description="Largest relative difference between recomputed and original values; 0 if all bits are equal",
-        examples=[0.0],
-    )
+    retries: fields.Retries
+    mismatches: fields.Mismatches
+    drift: fields.Drift
     overhead_ms: float = Field(
         description="Time of recording, digests and sending in the trainer's own threads", examples=[5.1]
     )
@@ -94,7 +88,7 @@ class BlockStatus(Schema):
 class TimelineStep(Schema):
     """A step in the timeline."""
 
-    run: str = Field(description="Id of the run that the step belongs to", examples=["9f86d081884c7d65"])
+    run: fields.RunId
     number: int = Field(description="Number of the step in its run", examples=[1_043])
     start_ms: float = Field(description="Milliseconds since the start of the timeline", examples=[0.0])
     duration_ms: float = Field(description="Duration of the step in milliseconds", examples=[902.4])
@@ -112,10 +106,10 @@ class TimelineStep(Schema):
 class TimelineRun(Schema):
     """A run in the timeline, and how its trainer's clock was aligned with the dashboard's."""
 
-    run: str = Field(description="Id of the run", examples=["9f86d081884c7d65"])
-    name: str = Field(description="What people call the run; may be empty", examples=["lora-32k"])
-    trainer: str = Field(description="Host and process of the trainer", examples=["gpu-box:4711"])
-    rank: int = Field(description="Rank of the trainer; 0 if it trains alone", examples=[0])
+    run: fields.RunId
+    name: fields.RunName
+    trainer: fields.Trainer
+    rank: fields.Rank
     shift_ms: float | None = Field(
         description="Milliseconds that were added to times of the trainer's clock, so that they are those of the "
         "dashboard's clock; null if the clocks could not be compared, and the times are the trainer's own",
@@ -129,19 +123,11 @@ class TimelineRun(Schema):
 class TimelineClock(Schema):
     """How a trainer's clock compares with that of one of its workers."""
 
-    run: str = Field(description="Id of the run", examples=["9f86d081884c7d65"])
+    run: fields.RunId
     worker: str = Field(description="Address of the worker, as the trainer was given it", examples=["127.0.0.1:50051"])
-    clock_offset_ms: float | None = Field(
-        description="The worker's clock minus the trainer's; null if the trainer did not report it", examples=[12.4]
-    )
-    clock_error_ms: float | None = Field(
-        description="Largest possible error of the offset, and so of the place of this worker's bars beside the "
-        "trainer's; null if the trainer did not report it",
-        examples=[0.2],
-    )
-    round_trip_ms: float | None = Field(
-        description="Shortest of the last round trips; null if the trainer did not report it", examples=[0.35]
-    )
+    clock_offset_ms: fields.ClockOffsetMs
+    clock_error_ms: fields.ClockErrorMs
+    round_trip_ms: fields.RoundTripMs
 
 
 class Timeline(Schema):

@@ -2,7 +2,8 @@
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
 
 
 class Rpc(Schema):
@@ -38,7 +39,7 @@ class Heat(Schema):
 class Phases(Schema):
     """Time of each phase by step, in milliseconds, summed over the segments of the step."""
 
-    run: str = Field(description="Id of the training run", examples=["9f86d081884c7d65"])
+    run: fields.RunId
     step: list[int] = Field(description="Numbers of the steps", examples=[[1_042, 1_043]])
     at_s: list[float] = Field(
         description="When each step began, by the trainer's clock", examples=[[1763769597.2, 1763769598.1]]

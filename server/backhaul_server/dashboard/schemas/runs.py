@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
 
 
 class RunVerdict(Schema):
@@ -46,20 +47,18 @@ class RunSummary(Schema):
     """A training run, from connect() to close()."""
 
     id: str = Field(description="The id of the run as a node of /api/v1/topology", examples=["run:9f86d081884c7d65"])
-    run: str = Field(description="Id of the run, which other routes take", examples=["9f86d081884c7d65"])
-    name: str = Field(
-        description="What people call the run, as connect(run=...) says; may be empty", examples=["lora-32k"]
-    )
+    run: fields.RunId
+    name: fields.RunName
     tags: list[str] = Field(description="Tags of the run, at most 16", examples=[["lora", "32k"]])
     notes: str = Field(
         description="Notes on the run, at most 2,000 characters; may be empty", examples=["with rank 16"]
     )
-    rank: int = Field(description="Rank of the trainer in its training; 0 if it trains alone", examples=[0])
+    rank: fields.Rank
     world_size: int = Field(
         description="Number of trainers of the training; 0 if torch.distributed is not used", examples=[2]
     )
-    trainer: str = Field(description="Host and process of the trainer", examples=["gpu-box:4711"])
-    client_version: str = Field(description="Version of Backhaul on the trainer", examples=["0.1.0"])
+    trainer: fields.Trainer
+    client_version: fields.ClientVersion
     workers: list[str] = Field(
         description="Addresses of the workers that connect() was given",
         examples=[["127.0.0.1:50051", "127.0.0.1:50052"]],
@@ -82,9 +81,9 @@ class RunSummary(Schema):
     last_loss: float | None = Field(description="Loss of the last step that had one; null if none had", examples=[2.71])
     median_step_ms: float | None = Field(description="Median time of the last 50 steps", examples=[902.4])
     peak_bytes: int = Field(description="Peak memory of the trainer", examples=[702_545_920])
-    up_bytes: int = Field(description="Bytes sent to workers in all steps together", examples=[33_465_434_112])
-    down_bytes: int = Field(description="Bytes received from workers in all steps together", examples=[32_809_943_040])
-    fallbacks: int = Field(description="Segments that were meant for a worker but ran on the trainer", examples=[0])
+    up_bytes: fields.UpBytes
+    down_bytes: fields.DownBytes
+    fallbacks: fields.Fallbacks
     spared_bytes: int = Field(
         description="Bytes of parameters that were not sent, because only their differences were", examples=[0]
     )
@@ -94,7 +93,7 @@ class RunSummary(Schema):
 class RunSeries(Schema):
     """The steps of a run. A point for several steps has their median time and loss, and their largest bytes."""
 
-    run: str = Field(description="Id of the run", examples=["9f86d081884c7d65"])
+    run: fields.RunId
     step: list[int] = Field(description="Number of the last step of each point", examples=[[1_042, 1_043]])
     at_s: list[float] = Field(
         description="When the last step of each point ended", examples=[[1763769598.7, 1763769599.6]]

@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
-from backhaul_server.dashboard.views.schemas.events import EventEntry
-from backhaul_server.dashboard.views.schemas.now import Alert, SessionStatus, WorkerStatus
-from backhaul_server.dashboard.views.schemas.runs import RunSummary
+from backhaul_server.dashboard.schemas.base import Schema
+from backhaul_server.dashboard.schemas.events import EventEntry
+from backhaul_server.dashboard.schemas.now import Alert, SessionStatus, WorkerStatus
+from backhaul_server.dashboard.schemas.runs import RunSummary
 
 
 class Page(Schema):

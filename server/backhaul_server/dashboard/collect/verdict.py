@@ -4,10 +4,9 @@ A run is compared with the same training that recomputes the same segments on th
 memory. Workers are worth it if a step with them is no slower.
 """
 
-from dataclasses import dataclass
-
 from backhaul_server.dashboard.collect.percentages import in_percent
-from backhaul_server.dashboard.views.schemas import RunVerdict
+from backhaul_server.dashboard.collect.totals import Totals
+from backhaul_server.dashboard.schemas.runs import RunVerdict
 
 FEWEST_STEPS = 5
 """The fewest steps after which a run is judged. The first steps record programs and send all parameters."""
@@ -17,48 +16,22 @@ MANY_FALLBACKS = 0.1
 """The share of the recomputations meant for workers above which fallbacks are named as the cause."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunCosts:
-    """The measurements that a verdict depends on. Seconds and counts are sums over `steps`.
+def verdict(totals: Totals, peak_bytes: int, saved_bytes: int) -> RunVerdict:
+    """Judges a run. A pure function of its measurements.
 
-    Attributes:
-        steps: Number of steps whose costs are known.
+    Args:
+        totals: The sums over all steps whose costs are known. The history has none of transfers and queues.
         peak_bytes: The trainer's own peak memory; 0 if it is unknown.
         saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
-        wait_s: Seconds for which backward was blocked by workers.
-        overhead_s: Seconds of recording, digests and sending in the trainer's own threads.
-        spared_s: Seconds that the trainer would have needed for what workers did: for the recomputation, and for the
-            backward where workers return gradients, because the trainer waits for that backward as well.
-        remote: Number of recomputations on workers.
-        fallbacks: Number of segments that were meant for a worker but ran on the trainer.
-        transfer_s: Seconds of uploads and downloads, which overlap with other work; None if unknown.
-        queue_s: Seconds for which backward was blocked by queued segments; None if unknown.
     """
-
-    steps: int
-    peak_bytes: int
-    saved_bytes: int
-    wait_s: float
-    overhead_s: float
-    spared_s: float
-    remote: int
-    fallbacks: int
-    transfer_s: float | None = None
-    queue_s: float | None = None
-
-
-def verdict(costs: RunCosts) -> RunVerdict:
-    """Judges a run. A pure function of its measurements."""
-    peak_bytes = costs.peak_bytes + costs.saved_bytes
-    saved_share = costs.saved_bytes / peak_bytes if costs.peak_bytes else None
-    steps = costs.steps
-    added_ms = 1e3 * (costs.wait_s + costs.overhead_s) / steps if steps else None
-    spared_ms = 1e3 * costs.spared_s / steps if steps else None
-    is_worth_it, why = _judge(costs, saved_share)
+    saved_share = saved_bytes / (peak_bytes + saved_bytes) if peak_bytes else None
+    added_ms = totals.per_step_ms(totals.wait_s + totals.overhead_s)
+    spared_ms = totals.per_step_ms(totals.spared_s)
+    is_worth_it, why = _judge(totals, saved_share)
     return RunVerdict(
-        sentence=_sentence(costs.saved_bytes, saved_share, added_ms, spared_ms, is_worth_it, why),
+        sentence=_sentence(saved_bytes, saved_share, added_ms, spared_ms, is_worth_it, why),
         saved_share=saved_share,
-        saved_bytes=costs.saved_bytes,
+        saved_bytes=saved_bytes,
         added_ms=added_ms,
         spared_ms=spared_ms,
         is_worth_it=is_worth_it,
@@ -66,20 +39,20 @@ def verdict(costs: RunCosts) -> RunVerdict:
     )
 
 
-def _judge(costs: RunCosts, saved_share: float | None) -> tuple[bool | None, str]:
+def _judge(totals: Totals, saved_share: float | None) -> tuple[bool | None, str]:
     """Returns whether the run was worth it, and why not; None if that is not known yet, and what is missing."""
-    if costs.steps < FEWEST_STEPS:
-        return None, f"{_counted(costs.steps, 'step')} measured so far, and a verdict needs {FEWEST_STEPS}"
+    if totals.steps < FEWEST_STEPS:
+        return None, f"{_counted(int(totals.steps), 'step')} measured so far, and a verdict needs {FEWEST_STEPS}"
     if saved_share is None:
         return None, "the trainer's peak memory is not known"
-    meant = costs.remote + costs.fallbacks
-    if not costs.remote:
-        if costs.fallbacks:
+    meant = totals.remote + totals.fallbacks
+    if not totals.remote:
+        if totals.fallbacks:
             return False, "no worker recomputed anything: the table of segments says why"
         return False, "no segment was given to a worker: checkpoint parts of the model, and look at the reasons"
-    if costs.fallbacks > MANY_FALLBACKS * meant:
+    if totals.fallbacks > MANY_FALLBACKS * meant:
         return False, (
-            f"{costs.fallbacks:,} of the {meant:,} recomputations meant for workers ran on the trainer: the table of "
+            f"{totals.fallbacks:,} of the {meant:,} recomputations meant for workers ran on the trainer: the table of "
             "segments says why"
         )
     if saved_share < SMALL_SHARE:
@@ -87,21 +60,21 @@ def _judge(costs: RunCosts, saved_share: float | None) -> tuple[bool | None, str
             "the checkpointed segments hold only a small part of the peak: checkpoint more of the model, or use larger "
             "batches"
         )
-    if costs.wait_s + costs.overhead_s <= costs.spared_s:
+    if totals.wait_s + totals.overhead_s <= totals.spared_s:
         return True, ""
-    return False, _why_slow(costs)
+    return False, _why_slow(totals)
 
 
-def _why_slow(costs: RunCosts) -> str:
+def _why_slow(totals: Totals) -> str:
     """Returns why a step with workers is slower than one that recomputes on the trainer, by the largest cost."""
-    if costs.overhead_s >= costs.wait_s:
+    if totals.overhead_s >= totals.wait_s:
         return (
             "recording, digests and sending keep the trainer's own threads busy for longer than they are spared: make "
             "the segments longer"
         )
-    if costs.queue_s is not None and costs.queue_s > costs.wait_s / 2:
+    if totals.exposed_queue_s > totals.wait_s / 2:
         return "backward waited for segments in workers' queues: add a worker, or connect fewer trainers to each"
-    if costs.transfer_s is not None and costs.transfer_s > costs.spared_s:
+    if totals.transfer_s > totals.spared_s:
         return (
             "sending and fetching the segments takes longer than computing them on the trainer: make the segments "
             "longer, or use a faster network"

@@ -4,12 +4,22 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.collect.watched import State
-from backhaul_server.dashboard.views.schemas.base import Schema
-from backhaul_server.dashboard.views.schemas.now import AcceleratorStatus
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
+from backhaul_server.dashboard.schemas.now import AcceleratorStatus, State
 
 NodeState = Literal["serving", "draining", "unreachable", "unwatched", "running", "silent", "ended"]
 LinkState = Literal["active", "idle", "broken"]
+
+
+def worker_id(address: str) -> str:
+    """Returns the id of a worker's node."""
+    return f"worker:{address}"
+
+
+def run_id(run: str) -> str:
+    """Returns the id of a trainer's node."""
+    return f"run:{run}"
 
 
 class TopologyNode(Schema):
@@ -67,15 +77,9 @@ class TopologyLink(Schema):
     connections: int | None = Field(
         description="Open connections, 0 if the worker is lost; null if unknown", examples=[1]
     )
-    round_trip_ms: float | None = Field(
-        description="Shortest of the last round trips; null if unknown", examples=[0.35]
-    )
-    clock_offset_ms: float | None = Field(
-        description="The worker's clock minus the trainer's; null if unknown", examples=[12.4]
-    )
-    clock_error_ms: float | None = Field(
-        description="Largest possible error of the offset; null if unknown", examples=[0.2]
-    )
+    round_trip_ms: fields.RoundTripMs
+    clock_offset_ms: fields.ClockOffsetMs
+    clock_error_ms: fields.ClockErrorMs
     measured_at_s: float | None = Field(
         description="When the trainer's last report on the link arrived, from which the other values are; null if "
         "there was none",
@@ -91,7 +95,7 @@ class TopologyLink(Schema):
 class Topology(Schema):
     """Trainers, workers and the connections between them."""
 
-    at_s: float = Field(description="Time of the dashboard's clock when it made this answer", examples=[1763769600.0])
+    at_s: fields.Now
     nodes: list[TopologyNode] = Field(description="All workers, and all runs that are not over or ended lately")
     links: list[TopologyLink] = Field(description="The connections between these nodes")
 
@@ -100,11 +104,9 @@ class FleetMember(Schema):
     """One worker over time. Its lists are as long as the `at_s` of the fleet."""
 
     id: str = Field(description="A name that stays the same", examples=["worker:127.0.0.1:50051"])
-    address: str = Field(
-        description="Address of the worker, as the dashboard was given it", examples=["127.0.0.1:50051"]
-    )
+    address: fields.WatchedAddress
     state: State = Field(description="What the worker does now", examples=["serving"])
-    seen_at_s: float = Field(description="When the worker last answered; 0 if it never has", examples=[1763769599.6])
+    seen_at_s: fields.WorkerSeen
     memory_share: list[float | None] = Field(
         description="Largest share of its budget in use, from 0 to 1, by interval; null without a sample",
         examples=[[0.31, 0.33]],

@@ -4,14 +4,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.collect.watched import State
-from backhaul_server.dashboard.views.schemas.base import Schema
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
+
+State = Literal["serving", "draining", "unreachable"]
 
 
 class Overview(Schema):
     """The numbers of the headline."""
 
-    at_s: float = Field(description="Time of the dashboard's clock when it made this answer", examples=[1763769600.0])
+    at_s: fields.Now
     workers: int = Field(description="Number of watched workers", examples=[2])
     healthy_workers: int = Field(description="Workers that serve and have answered in the last 3 seconds", examples=[2])
     heard_at_s: float | None = Field(
@@ -28,8 +30,7 @@ class Overview(Schema):
     )
     saved_bytes: int | None = Field(
         description="Bytes that autograd saved and trainers did not keep, at the peaks of their last steps; None while "
-        "no run "
-        "is running",
+        "no run is running",
         examples=[233_700_000],
     )
     peak_saved_bytes: int | None = Field(
@@ -37,9 +38,8 @@ class Overview(Schema):
     )
     added_ms_per_step: float | None = Field(
         description="Exposed wait plus overhead minus the time that local recomputation would have taken. The mean "
-        "over "
-        "the steps of the last minute; negative if a step is faster than with local recomputation. None if no step "
-        "ended in that minute, as for the three fields that follow",
+        "over the steps of the last minute; negative if a step is faster than with local recomputation. None if no "
+        "step ended in that minute, as for the three fields that follow",
         examples=[24.1],
     )
     wait_ms_per_step: float | None = Field(
@@ -105,10 +105,10 @@ class SessionStatus(Schema):
         description="A name that stays the same while the session is open",
         examples=["session:127.0.0.1:50051/9f86d081884c7d65"],
     )
-    worker: str = Field(description="Address of the worker", examples=["127.0.0.1:50051"])
-    trainer: str = Field(description="Host and process of the trainer", examples=["gpu-box:4711"])
-    run: str = Field(description="Id of the training run, equal for all of its sessions", examples=["9f86d081884c7d65"])
-    client_version: str = Field(description="Version of Backhaul on the trainer", examples=["0.1.0"])
+    worker: fields.WorkerAddress
+    trainer: fields.Trainer
+    run: fields.RunId
+    client_version: fields.ClientVersion
     segments: int = Field(description="Segments of the session that wait for their backward", examples=[6])
     held_bytes: int = Field(
         description="Bytes of the tensors that its segments name. A tensor shared by sessions counts in each of them",
@@ -116,10 +116,7 @@ class SessionStatus(Schema):
     )
     quota_share: float = Field(description="`held_bytes` as a share of the worker's budget", examples=[0.0078])
     idle_s: float = Field(description="Seconds since its last request", examples=[0.4])
-    drift: float = Field(
-        description="Largest relative difference between the numbers of trainer and worker; 0 if all bits are equal",
-        examples=[0.0],
-    )
+    drift: fields.Drift
     last_error: str = Field(
         description="Message of the session's last request that was refused or failed; empty if none was", examples=[""]
     )
@@ -132,16 +129,14 @@ class WorkerStatus(Schema):
         description="A name that stays the same, also as a node of /api/v1/topology",
         examples=["worker:127.0.0.1:50051"],
     )
-    address: str = Field(
-        description="Address of the worker, as the dashboard was given it", examples=["127.0.0.1:50051"]
-    )
+    address: fields.WatchedAddress
     state: State = Field(
         description="What the worker does: serving, draining (it finishes its work, and takes nothing new) or "
         "unreachable",
         examples=["serving"],
     )
     error: str = Field(description="Why the worker does not answer; empty while it does", examples=[""])
-    seen_at_s: float = Field(description="When the worker last answered; 0 if it never has", examples=[1763769599.6])
+    seen_at_s: fields.WorkerSeen
     version: str = Field(description="Version of Backhaul on the worker", examples=["0.1.0"])
     epoch: str = Field(description="Random name of the process, new after each restart", examples=["b5bb9d8014a0f9b1"])
     device: str = Field(description="The device that the worker computes on, in torch's notation", examples=["cpu"])

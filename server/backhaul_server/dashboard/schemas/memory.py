@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from backhaul_server.dashboard.views.schemas.base import Schema
+from backhaul_server.dashboard.schemas import fields
+from backhaul_server.dashboard.schemas.base import Schema
 
 
 class MemoryEvent(Schema):
@@ -20,9 +21,9 @@ class MemoryEvent(Schema):
 class TierHistory(Schema):
     """A worker's memory over time, by tier."""
 
-    worker: str = Field(description="Address of the worker", examples=["127.0.0.1:50051"])
+    worker: fields.WorkerAddress
     budget_bytes: int = Field(description="Bytes that all tiers together may take", examples=[4 << 30])
-    at_s: list[float] = Field(description="Times of the points", examples=[[1763769598.6, 1763769599.6]])
+    at_s: fields.PointTimes
     segment_bytes: list[int] = Field(
         description="Tensors and programs that live segments name", examples=[[33_554_432, 27_962_026]]
     )
@@ -41,10 +42,10 @@ class TierHistory(Schema):
 class HeldHistory(Schema):
     """The bytes held for one run on all workers, and the memory of its trainer, over time."""
 
-    run: str = Field(description="Id of the training run", examples=["9f86d081884c7d65"])
-    trainer: str = Field(description="Host and process of the trainer", examples=["gpu-box:4711"])
+    run: fields.RunId
+    trainer: fields.Trainer
     budget_bytes: int = Field(description="Budget of all workers of the run together", examples=[8 << 30])
-    at_s: list[float] = Field(description="Times of the points", examples=[[1763769598.6, 1763769599.6]])
+    at_s: fields.PointTimes
     held_bytes: list[int] = Field(
         description="Bytes of the tensors that the run's segments name on all workers together",
         examples=[[33_554_432, 27_962_026]],
