@@ -1,6 +1,7 @@
 """Fleets, as far as they need no Ray."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,20 @@ from backhaul_runtime.process import ray_fleet, ray_source
 from backhaul_runtime.process.discovery import parse_sources
 from backhaul_runtime.process.ray_source import RaySource
 from backhaul_server.fleet.spec import parse_options
-from conftest import wait_until
+from conftest import QUIET_S, wait_until
 from support.processes import is_running
 
 ANSWERS = """#!{python}
-# In the place of Python: answers as `ray_follower` does, with the lines of a file, and ends after the last one.
+# In the place of Python: answers as `ray_follower` does, with the lines of a file once it is there, and ends after the
+# last one.
+import os
 import sys
+import time
 from multiprocessing.connection import Connection
 
 sys.argv[1:4] == ["-P", "-m", "backhaul_runtime.process.ray_follower"] or sys.exit(9)
+while not os.path.exists({answers!r}):
+    time.sleep(0.01)
 with Connection(int(sys.argv[6])) as channel, open({answers!r}, "rb") as answers:
     for answer in answers:
         channel.recv_bytes()
@@ -30,15 +36,17 @@ with Connection(int(sys.argv[6])) as channel, open({answers!r}, "rb") as answers
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RaySource:
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RaySource]:
     """The fleet "small", whose follower answers with the lines of the file `answers`."""
     program = tmp_path / "python"
     program.write_text(ANSWERS.format(python=sys.executable, answers=str(tmp_path / "answers")))
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(ray_source, "NEXT_ANSWER_S", QUIET_S)
     (source,) = parse_sources("ray:small")
     assert isinstance(source, RaySource)
-    return source
+    yield source
+    source.close()
 
 
 @pytest.mark.parametrize("text", ["ray:", "ray:a b", "ray:-a", "ray:a_b", "ray://host:10001"])
@@ -86,7 +94,6 @@ def test_the_workers_of_a_fleet_have_its_name_in_their_certificates(source: RayS
         ("127.0.0.3:1", "small"),
     ]
     assert source.look() == []
-    source.close()
 
 
 def test_a_follower_that_has_ended_is_no_empty_fleet(
@@ -101,20 +108,20 @@ def test_a_follower_that_has_ended_is_no_empty_fleet(
             source.look()
     monkeypatch.setattr(ray_source, "RESTART_S", 0.0)
     assert source.look() == []
-    source.close()
 
 
 def test_an_answer_that_comes_late_is_that_to_a_later_look(
     source: RaySource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "answers").write_text('{"addresses": ["127.0.0.2:1"]}\n{"addresses": []}\n')
     with monkeypatch.context() as patch:
         patch.setattr(ray_source, "FIRST_ANSWER_S", 0.0)
         with pytest.raises(ConnectError, match="Ray does not answer"):
             source.look()
+    answers = tmp_path / "whole"
+    answers.write_text('{"addresses": ["127.0.0.2:1"]}\n{"addresses": []}\n')
+    answers.rename(tmp_path / "answers")
     assert [address.text for address in source.look()] == ["127.0.0.2:1"]
     assert source.look() == []
-    source.close()
 
 
 def test_a_closed_source_leaves_no_process(source: RaySource, tmp_path: Path) -> None:
