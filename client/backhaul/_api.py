@@ -76,7 +76,7 @@ def connect(
         allow: What a worker that connect() starts runs beside torch's own ops: names of installed packages or modules,
             or of single classes as "module:name". Other workers have their operators' lists. See docs/allow.md.
         run: What people call the run on dashboards, such as "lora-32k"; at most 100 characters.
-        settings: Settings that few programs set, as in `backhaul.Settings(silence_s=60, connections=2)`.
+        settings: Settings that few programs set, as in `backhaul.Settings(silence_s=60, compression="off")`.
 
     Raises:
         AddressError: An address is malformed.

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, get_args
 from backhaul._plan_file import read_plan
 from backhaul._setting import (
     Default,
-    at_most,
     checked,
     has_opentelemetry,
     names_device,
@@ -27,7 +26,6 @@ from backhaul._setting import (
 )
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import in_environment, variable_of
-from backhaul_runtime.wire.protocol import MAX_CONNECTIONS
 from backhaul_runtime.wire.telemetry import MAX_NOTES, MAX_RUN_NAME, MAX_TAG, MAX_TAGS
 
 Returns = Literal["auto", "gradients", "activations"]
@@ -121,10 +119,6 @@ class Settings:
 
     unix_socket: bool = setting(True)
     """Reach a worker on this machine over the Unix socket that it offers, even if `worker` is a TCP address."""
-
-    connections: int = setting(0, at_most(MAX_CONNECTIONS))
-    """Connections to each worker, at most 8, over which large tensors are striped. 0 opens more as long as that sends
-    faster; a worker on this machine gets one, except for tensors on a GPU. See docs/links.md."""
 
     memory_bytes: int = setting(0, not_negative)
     """Memory budget in bytes of a worker that connect() starts; 0 for half of its device's memory, divided by the

@@ -102,7 +102,6 @@ class Session:
             tls=files_of(config.tls),
             shares_memory=config.shared_memory,
             takes_socket=config.unix_socket,
-            connections=config.connections,
             events=events,
         )
         self._copy_memory = CopyMemory(config.compression_bytes)

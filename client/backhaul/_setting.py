@@ -116,15 +116,6 @@ def not_negative(value: int) -> str:
     return "" if value >= 0 else "must not be negative"
 
 
-def at_most(limit: int) -> Check:
-    """Allows numbers from 0 to a limit."""
-
-    def check(value: int) -> str:
-        return not_negative(value) or ("" if value <= limit else f"must be at most {limit}")
-
-    return check
-
-
 def no_longer_than(limit: int) -> Check:
     """Allows texts of at most so many characters."""
 

@@ -19,7 +19,6 @@ from backhaul import Session
 from conftest import QUIET, quiet
 from integration.test_accelerators import blocks, build, twice
 from support.bits import Checkpoint, differing, plainly, train
-from support.lanes import connected
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow
@@ -111,12 +110,6 @@ def test_a_block(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
         ours = blocks(session.checkpoint, model, session)
         assert session.report().fallbacks == 0
     assert differing(ours, blocks(plainly, twin, None)) == []
-    check(watched)
-
-
-def test_several_connections(watched: Watched) -> None:
-    with connected(watched.address, 3) as session:
-        trained(session, "gradients")
     check(watched)
 
 

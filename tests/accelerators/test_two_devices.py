@@ -19,7 +19,7 @@ from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from conftest import QUIET
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.lanes import counted
+from support.flips import counted
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow

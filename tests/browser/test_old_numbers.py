@@ -53,7 +53,7 @@ def half() -> Iterator[Half]:
                 worker.telemetry.sessions.add(run=training.run, trainer="gpu-box:4711", held_bytes=held * GIB)
         report = training.report(range(3))
         for worker in (serving, gone):
-            report.links.add(worker=worker.address, round_trip_s=0.002, clock_error_s=0.001, connections=1)
+            report.links.add(worker=worker.address, round_trip_s=0.002, clock_error_s=0.001, connected=True)
         report.sent_at_s = time.time()
         serving.tell(report)
         with Dashboard(serving.address, gone.address, "127.0.0.1:1", options=("--store", ":memory:")) as dashboard:

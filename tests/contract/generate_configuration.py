@@ -39,7 +39,7 @@ named in a warning, with the one that it is nearest to.
 A worker that `connect()` starts has its settings from its session: variables of `backhaul worker` don't reach it.
 """
 
-_OF_SETTINGS = "Settings that few programs set, as in `backhaul.Settings(silence_s=60, connections=2)`."
+_OF_SETTINGS = 'Settings that few programs set, as in `backhaul.Settings(silence_s=60, compression="off")`.'
 
 _LOGS = f"""
 ## Logs of commands

@@ -36,7 +36,7 @@ def dashboard(training: Training, tmp_path_factory: pytest.TempPathFactory) -> I
     report = training.report(range(5))
     report.run.MergeFrom(telemetry_pb2.Run(name="lora", tags=["a"], notes="n", rank=1, world_size=2))
     report.events.add(at_s=time.time(), kind="fell_back", text="Segment Block ran on the trainer: busy", count=3)
-    report.links.add(worker="a:1", round_trip_s=0.001, clock_error_s=0.001, up_bytes=1, connections=1)
+    report.links.add(worker="a:1", round_trip_s=0.001, clock_error_s=0.001, up_bytes=1, connected=True)
     report.sent_at_s = time.time()
     with FakeWorker() as worker, FakeWorker() as other:
         with worker.lock:

@@ -48,7 +48,6 @@ def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: Worker
         assert link["worker"] == shown_worker["id"]
         assert link["up_bytes"] > 8 * 32 * 64 * 4  # the input of each first segment
         assert link["down_bytes"] > 0
-        assert link["connections"] >= 1
         assert abs(link["clock_offset_ms"]) <= link["clock_error_ms"] + 1e-3  # both processes have the same clock
         assert link["round_trip_ms"] / 2 <= link["clock_error_ms"]
 

@@ -25,17 +25,17 @@ def test_a_link_is_told_while_its_worker_is_lost_and_comes_back() -> None:
         opened.open(60)
         try:
             link = opened.link()
-            assert (link.worker, link.connections) == (worker.address, 1)
+            assert (link.worker, link.connected) == (worker.address, True)
             assert 0 < link.round_trip_s / 2 <= link.clock_error_s
             assert abs(link.clock_offset_s) <= link.clock_error_s  # both processes have the same clock
             opened.traffic.add(up_bytes=5, down_bytes=7)
             worker.kill()
-            wait_until(lambda: opened.link().connections == 0, "the loss is noticed")
+            wait_until(lambda: not opened.link().connected, "the loss is noticed")
             (lost,) = events.take()
             assert (lost.kind, lost.worker) == ("worker_lost", worker.address)
             assert lost.text.startswith(f"Worker {worker.address} was lost: ")
             with WorkerProcess(listen=worker.address):
-                wait_until(lambda: opened.link().connections == 1, "it is back")
+                wait_until(lambda: opened.link().connected, "it is back")
                 wait_until(lambda: "worker_back" in {event.kind for event in events.take()}, "that is told")
                 link = opened.link()
                 assert (link.up_bytes, link.down_bytes) == (5, 7)

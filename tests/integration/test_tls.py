@@ -17,13 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor, nn
 
 import backhaul
-from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_server.commands import certificates
 from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.dashboards import Dashboard
-from support.lanes import connected, counted
 from support.processes import WorkerProcess
 from support.wire import METHODS, refusal
 
@@ -100,22 +98,6 @@ def test_training_over_tls(secured: Secured, made: Path, host: str, is_beside: b
     ) as session:
         assert differing(gradients(session.checkpoint), gradients(plainly)) == []
         assert (session.report().remote, session.report().fallbacks) == (3, 0)
-
-
-@pytest.mark.slow
-def test_lanes_speak_tls_and_show_the_token(secured: Secured, made: Path) -> None:
-    options = {"tls": str(made / "trainer"), "token_file": secured.token_file}
-    x = torch.randn(1 << 19, requires_grad=True)
-    with (
-        LinkProxy(secured.process.address, latency_s=0.002, window_bytes=256 << 10) as proxy,
-        counted() as passed,
-        connected(proxy.address, 4, **options) as session,
-    ):
-        (gradient,) = torch.autograd.grad(session.checkpoint(torch.sin, x).sum(), x)
-        assert torch.equal(gradient, x.cos())
-        assert (session.report().remote, session.report().fallbacks) == (1, 0)
-    assert passed["PutStripes"] > 0
-    assert passed["GetStripes"] > 0
 
 
 def signed(directory: Path, authority: Path | None, days: int) -> Path:

@@ -12,7 +12,7 @@ from backhaul._plan_file import write_plan
 from backhaul._setting import default_of, texts_of
 from backhaul_runtime.process.settings import variable_of
 
-OTHERS: dict[str, Any] = {"silence_s": 7.0, "tags": ("a", "b"), "traces": False, "notes": "more", "connections": 3}
+OTHERS: dict[str, Any] = {"silence_s": 7.0, "tags": ("a", "b"), "traces": False, "notes": "more"}
 """Values of some fields. Others are one above their default, or the opposite, or the last choice."""
 
 
@@ -59,7 +59,7 @@ def test_settings_know_which_fields_were_given() -> None:
     settings = Settings(silence_s=2.0, tags=["a", "b"])
     assert settings.given() == {"silence_s": 2.0, "tags": ("a", "b")}
     assert repr(settings) == "Settings(silence_s=2.0, tags=('a', 'b'))"
-    assert settings.connections == 0
+    assert settings.compression == "auto"
     for copied in (copy.copy(settings), copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
         assert (copied, copied.given()) == (settings, settings.given())
     with pytest.raises(FrozenInstanceError):
@@ -104,7 +104,6 @@ def test_settings_are_settings() -> None:
         ({"returns": "gradient"}, "returns='gradient' is not one of 'auto'"),
         ({"silence_s": 0}, "silence_s=0 must be finite and greater than 0"),
         ({"silence_s": None}, "silence_s=None must be of type float"),
-        ({"connections": 9}, "connections=9 must be at most 8"),
         ({"device": "tpu"}, "device='tpu' is not \"cpu\""),
         ({"memory_bytes": -1}, "memory_bytes=-1 must not be negative"),
         ({"memory_bytes": "2GiB"}, "memory_bytes='2GiB' must be of type int"),

@@ -22,7 +22,7 @@ NOW_S = 1_760_000_000.0
 
 
 def link_of(worker: str = "a:1", **fields: float) -> telemetry_pb2.Link:
-    given = {"round_trip_s": 0.002, "clock_offset_s": 5.0, "clock_error_s": 0.001, "connections": 1, **fields}
+    given = {"round_trip_s": 0.002, "clock_offset_s": 5.0, "clock_error_s": 0.001, "connected": True, **fields}
     return telemetry_pb2.Link(worker=worker, **given)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_a_trainer_of_an_old_version_has_links_without_numbers() -> None:
         "worker:a:1",
         "broken",
     )  # it was not asked yet
-    assert (link.up_bytes_per_s, link.clock_offset_ms, link.connections) == (None, None, None)
+    assert (link.up_bytes_per_s, link.clock_offset_ms, link.measured_at_s) == (None, None, None)
 
 
 def test_a_worker_that_only_a_trainer_knows_is_shown_as_unwatched() -> None:
@@ -105,7 +105,7 @@ def test_a_worker_with_another_address_is_recognised_by_its_session() -> None:
 
 def test_a_lost_link_is_broken() -> None:
     watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
-    run_of(watch, training, link_of(connections=0))
+    run_of(watch, training, link_of(connected=False))
     watch.workers[0].answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
     (link,) = topology(watch, NOW_S).links
     assert link.state == "broken"

@@ -81,7 +81,7 @@ class Member:
                 clock_error_s=0.00015,
                 up_bytes=self._sent_bytes * (1 + index),
                 down_bytes=self._sent_bytes,
-                connections=1,
+                connected=True,
             )
             for index, worker in enumerate(self.training.workers)
         ]

@@ -37,6 +37,19 @@ def on_every_channel(on_its_way: OnItsWay) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts the messages of sessions that connect meanwhile, by method."""
+    passed: Counter[str] = Counter()
+
+    def count(direction: str, method: str, data: bytes) -> bytes:
+        passed[method] += 1
+        return data
+
+    with on_every_channel(count):
+        yield passed
+
+
 @dataclass
 class Flips:
     """Flips one bit of a message of each kind that it is armed for.

@@ -69,7 +69,6 @@ ISSUED = {
 BIGGER_IS_BETTER = {
     "save_vs_grpc",
     "fetch_vs_grpc",
-    "connections_distant",
     "shm_vs_memcpy",
     "tenants",
     "tenants_fair",

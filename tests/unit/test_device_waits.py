@@ -16,7 +16,6 @@ from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc import segment_service
 from backhaul_server.worker.rpc.meter import RpcMeter
 from backhaul_server.worker.rpc.segment_service import SegmentServicer
-from backhaul_server.worker.rpc.stripes import StripedTransfers
 from support.streams import FakeCuda, FakeStream
 
 CPU = torch.device("cpu")
@@ -109,7 +108,7 @@ def test_a_trainer_gets_progress_until_the_device_has_computed_its_result(monkey
 
     async def steps() -> None:
         worker = Worker(CPU, 1 << 20, 10.0)
-        servicer = SegmentServicer(worker, worker.engine, RpcMeter(), AuditLog(None), StripedTransfers())
+        servicer = SegmentServicer(worker, worker.engine, RpcMeter(), AuditLog(None))
         session = worker.open_session("trainer", "run", "version", worker.anyone)
         cuda.trainer.begin()  # what the executor has queued
         (tensor,) = result = [OutgoingTensor.of(torch.ones(1))]

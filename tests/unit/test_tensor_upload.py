@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import SessionUnknownError, TransferError
+from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import Side
 from backhaul_runtime.wire import tensor_batches
@@ -101,7 +102,7 @@ def test_an_upload_is_read_no_faster_than_the_device_takes_it(cuda: FakeCuda, mo
             stream.end()
             await adding
             await upload.add(TensorMessage(tensor_pb2.PutTensorsRequest(), last, 0))
-            assert upload.are_complete
+            assert await upload.stored() == [address_of(tensor)]
 
     run(test)
 

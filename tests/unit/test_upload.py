@@ -12,7 +12,6 @@ from torch import nn
 from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import SegmentLog
 from backhaul._worker_client.connection.connection import Connection
-from backhaul._worker_client.connection.lanes import Lanes
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload import uploader as uploader_module
@@ -65,7 +64,6 @@ class FakeLink:
     run = ""
 
     def __init__(self) -> None:
-        self.lanes = Lanes()
         self.gate = threading.Event()
         self.log: list[str] = []
         self.up: WorkerSession | None = GENERATION
@@ -187,7 +185,7 @@ def test_backward_waits_for_an_upload_however_long_it_takes(moves: bool, monkeyp
 
     monkeypatch.setattr(uploader.sender, "send", send)
     uploader.save(save)
-    assert segment._repeated(lambda offer: "asked") == "asked"
+    assert segment._repeated(lambda: "asked") == "asked"
     uploader.close()
 
 
@@ -199,7 +197,7 @@ def test_backward_does_not_wait_for_an_upload_to_a_worker_that_is_gone() -> None
     uploader.save(save)
     connection.up = None
     with pytest.raises(WorkerLostError) as caught:
-        segment._repeated(lambda offer: "asked")
+        segment._repeated(lambda: "asked")
     assert caught.value.status == "DOWN"
     connection.gate.set()
     uploader.close()

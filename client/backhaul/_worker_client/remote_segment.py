@@ -18,7 +18,6 @@ from backhaul._worker_client.answers.answer_checks import check_saved, contribut
 from backhaul._worker_client.answers.answer_stream import AnswerStream
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import Expected, Liveness
-from backhaul._worker_client.connection.lanes import LANE_LOST, NO_LANES, LaneOffer
 from backhaul._worker_client.connection.shared_memory import receiving
 from backhaul._worker_client.connection.stubs import Stubs
 from backhaul._worker_client.connection.worker_session import WorkerSession
@@ -42,14 +41,9 @@ from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
-_Offer = Callable[[], LaneOffer]
 SHORT_BYTES = CHUNK_BYTES // 2
 """Gradients of up to this many bytes are sent with the request."""
-_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", LANE_LOST, ""}
-
-
-def _no_lanes() -> LaneOffer:
-    return NO_LANES
+_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
@@ -64,9 +58,8 @@ class SavedTensors:
         result: The result of that answer, with its views.
         views: The view of a tensor of the answer that each requested tensor is, by position.
         layouts: The layouts of the requested tensors, by position.
-        on_close: Called with the stream when it is no longer needed.
+        on_close: Called when the stream is no longer needed.
         uploader: The uploader of the segment's worker.
-        repeat: Requests the same tensors once more after an error, or raises it; None if that was done already.
 
     Attributes:
         saved: The digests of everything that autograd saved in the worker's replay.
@@ -78,20 +71,17 @@ class SavedTensors:
         result: segment_pb2.RecomputeResult,
         views: Mapping[int, View],
         layouts: Mapping[int, Layout],
-        on_close: Callable[[AnswerStream[Any]], None],
+        on_close: Callable[[], None],
         uploader: Uploader,
-        repeat: "Callable[[WorkerLostError], SavedTensors] | None",
     ) -> None:
         self.saved = _recomputed(result)
         self._stream = stream
         self._views = dict(views)
         self._layouts = layouts
         self._left = Counter(view.tensor_index for view in self._views.values())
-        self._close = partial(on_close, stream)
+        self._on_close = on_close
         self._uploader = uploader
-        self._repeat = repeat
-        self._repeated: SavedTensors | None = None
-        self._ending: DeathNotice | None = uploader.call_after(self, self._close)
+        self._ending: DeathNotice | None = uploader.call_after(self, on_close)
 
     def take(self, position: int) -> Tensor:
         """Returns a requested tensor, once. It may lie in lent shared memory, so it must not be written to.
@@ -102,23 +92,8 @@ class SavedTensors:
             TransferError: The tensor is not one that autograd saved.
             WorkerLostError: The tensor did not arrive.
         """
-        if self._repeated is not None:
-            return self._repeated.take(position)
-        view = self._views[position]
-        try:
-            received = self._stream.tensor(view.tensor_index)
-        except WorkerLostError as error:
-            if self._repeat is None:
-                raise
-            repeated = self._repeat(error)
-            if repeated.saved != self.saved:  # only the first ones were checked
-                repeated.close()
-                raise TransferError("the worker recomputed other tensors when it was asked again") from None
-            self._stop()
-            # The first stream holds what has arrived over it.
-            self._repeated, self._stream, self._close = repeated, repeated._stream, repeated._close
-            return repeated.take(position)
-        del self._views[position]
+        view = self._views.pop(position)
+        received = self._stream.tensor(view.tensor_index)
         self._left[view.tensor_index] -= 1
         if not self._left[view.tensor_index]:
             self._stream.forget(view.tensor_index)
@@ -128,13 +103,8 @@ class SavedTensors:
 
     def close(self) -> None:
         """Cancels the stream. It may be called twice."""
-        if self._repeated is not None:
-            self._repeated.close()
-        self._stop()
-
-    def _stop(self) -> None:
         if self._ending is not None:
-            self._close()
+            self._on_close()
             self._uploader.cancel_notice(self._ending)
             self._ending = None
 
@@ -241,13 +211,13 @@ class SavedSegment:
             unsent_sources=sorted(unsent),
         )
 
-        def ask(offer_lanes: _Offer) -> Answer:
+        def ask() -> Answer:
             try:
-                return self._ask(request, outgoing_tensors, offer_lanes)
+                return self._ask(request, outgoing_tensors)
             except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
                 self._uploader.stored.unlearn(outgoing.address for outgoing in outgoing_tensors)
-                return self._ask(request, outgoing_tensors, offer_lanes)
+                return self._ask(request, outgoing_tensors)
 
         asked_s = perf_counter()
         result, tensors, received = self._repeated(ask)
@@ -267,9 +237,7 @@ class SavedSegment:
 
         return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s)
 
-    def _ask(
-        self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor], offer_lanes: _Offer
-    ) -> Answer:
+    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
         """Returns the answer to a backward: a pushed one, or else that of the fastest way that succeeds."""
         session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
         if self._answer_bytes <= CHUNK_BYTES and not request.slots:
@@ -286,9 +254,7 @@ class SavedSegment:
             if answer is not None:
                 return answer
             missing = self._uploader.stored.missing(self.worker_session, missing)
-        offer = offer_lanes()
-        request.stripes = offer.number
-        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer, offer)
+        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
         try:
             result = stream.result()
             return self._answer(result, stream.rest())
@@ -317,7 +283,7 @@ class SavedSegment:
 
     def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
         """Encodes the request under a new number for its answer in shared memory."""
-        request.answer = self._new_answer(request.stripes)
+        request.answer = self._new_answer()
         (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
         self._sent(len(encoded))
         return encoded
@@ -355,46 +321,23 @@ class SavedSegment:
             upcoming_segments=self._reached(),
             expected_s=self._expected_s() or 0.0,
         )
-        # Two nested functions that call each other would be a cycle, and the segment would stay on the worker until the
-        # garbage collector runs.
         return self._repeated(partial(self._ask_for_saved, request, wanted))
 
-    def _ask_for_saved(
-        self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout], offer_lanes: _Offer
-    ) -> SavedTensors:
+    def _ask_for_saved(self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout]) -> SavedTensors:
         method = self._connection.stubs(self.worker_session).segments.Recompute
-        offer = offer_lanes()
-        request.stripes = offer.number
-        request.answer = self._new_answer(request.stripes)
-        stream = self._open(method, request, request.answer, offer, is_lent=True)
+        request.answer = self._new_answer()
+        stream = self._open(method, request, request.answer, is_lent=True)
         try:
             result = stream.result()
 
-            def close(stream: AnswerStream[Any]) -> None:
+            def close() -> None:
                 self._closed(stream)
                 self._log.answered(result.timing, self._connection.clock_offset_s)
 
-            return SavedTensors(
-                stream,
-                result,
-                saved_views(result.views, wanted),
-                wanted,
-                close,
-                self._uploader,
-                partial(self._ask_for_saved_again, request, wanted) if offer.number else None,
-            )
+            return SavedTensors(stream, result, saved_views(result.views, wanted), wanted, close, self._uploader)
         except BaseException:
             self._closed(stream)
             raise
-
-    def _ask_for_saved_again(
-        self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout], error: WorkerLostError
-    ) -> SavedTensors:
-        """Asks once more after a lane has broken while tensors arrived. Raises any other error again."""
-        if error.status != LANE_LOST or not self._connection.recovered(self.worker_session):
-            raise error
-        self._log.retries += 1
-        return self._ask_for_saved(request, wanted, _no_lanes)
 
     def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
         return segment_pb2.OperationKey(
@@ -404,16 +347,13 @@ class SavedSegment:
             operation=operation,
         )
 
-    def _repeated(self, ask: Callable[[_Offer], T]) -> T:
-        """Makes a request, and repeats it once after a broken connection or damage, on the main connection alone.
-
-        Its key makes both the same request.
-        """
+    def _repeated(self, ask: Callable[[], T]) -> T:
+        """Makes a request, and repeats it once after a broken connection or damage. Its key makes both the same."""
         self._wait_until_saved()
         # Only failures of the connection are repeated. A worker's own error would occur again, and a busy worker stays
         # busy.
         try:
-            return ask(self._lane_offer)
+            return ask()
         except ReplayError:
             for predecessor in self._save.predecessors:
                 if predecessor.derived is not None:
@@ -427,7 +367,7 @@ class SavedSegment:
                 raise
         self._log.retries += 1
         try:
-            return ask(_no_lanes)
+            return ask()
         except WorkerLostError as error:
             self._connection.trouble(self.worker_session, error)
             raise
@@ -442,18 +382,12 @@ class SavedSegment:
         """Whether the large tensors of answers go through shared memory. Those of an accelerator can't."""
         return self.worker_session.memory is not None and self._accelerator is None
 
-    def _new_answer(self, stripes: int) -> int:
-        """Returns a number for an answer in shared memory; 0 for one without, or one that is striped instead."""
+    def _new_answer(self) -> int:
+        """Returns a number for an answer in shared memory; 0 for one without."""
         memory = self.worker_session.memory
-        return memory.answer() if memory is not None and not stripes else 0
+        return memory.answer() if memory is not None else 0
 
-    def _lane_offer(self) -> LaneOffer:
-        """Returns the lanes for an answer. Shared memory needs none."""
-        return NO_LANES if self._shares_memory else self._connection.lanes.offer(self.worker_session.session)
-
-    def _open(
-        self, method: Any, request: Any, answer: int, offer: LaneOffer, *, is_lent: bool = False
-    ) -> "AnswerStream[Any]":
+    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "AnswerStream[Any]":
         return AnswerStream(
             method,
             request,
@@ -463,7 +397,6 @@ class SavedSegment:
             answer,
             self._accelerator,
             is_lent=is_lent,
-            offer=offer,
         )
 
     def _closed(self, stream: "AnswerStream[Any]") -> None:

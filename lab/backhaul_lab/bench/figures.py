@@ -96,10 +96,6 @@ FIGURES = (
     _at_least("transfers", "fetch_vs_grpc", 0.8, "bytes/s of 64 MiB tensors down / bare gRPC stream"),
     Figure("save_vs_tcp", "bytes/s of 64 MiB tensors up / TCP socket into a pooled buffer", "transfers"),
     Figure("fetch_vs_tcp", "bytes/s of 64 MiB tensors down / TCP socket into a pooled buffer", "transfers"),
-    _at_least(
-        "connections", "connections_distant", 1.8, "64 MiB each way, 20 ms away, one connection / as many as chosen"
-    ),
-    Figure("connections_near", "64 MiB each way on this machine, one connection / four", "connections"),
     _at_least("shared_memory", "shm_vs_memcpy", 0.7, "bytes/s on one host, 16 MiB and more, used in place / memcpy"),
     _at_most("roundtrip", "small_roundtrip", 2.0, "backward's wait per segment of 1 KiB / bare gRPC stream round trip"),
     _at_most("growth", "growth", 1.1, "time of each segment from the 9th to the 64th / of the first 8"),

@@ -40,7 +40,6 @@ GROUPS: Mapping[str, Group] = {
     "peaks": Group("peaks:measure_beside_others", 40, on_cuda=True, environment=_PEAK),
     "wire": Group("wire:measure", on_cuda=True),
     "transfers": Group("transfers:measure"),
-    "connections": Group("links:measure", 110),
     "shared_memory": Group("shared_memory:measure"),
     "roundtrip": Group("roundtrip:measure"),
     "growth": Group("growth:measure", on_cuda=True),

@@ -275,14 +275,11 @@ class RecomputeRequest(_message.Message):
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     """What the trainer expects this to take, so that others can judge their place in the queue."""
     answer: _builtins.int
     """Names the answer among the session's, for tensors in it that go through shared memory; 0 where none may."""
-    stripes: _builtins.int
-    """Names the answer for GetStripes among the session's transfers; 0 if all of it must come in this call."""
     checksum: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
@@ -302,12 +299,11 @@ class RecomputeRequest(_message.Message):
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
         answer: _builtins.int = ...,
-        stripes: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "positions", b"positions", "stripes", b"stripes", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "positions", b"positions", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,15 +322,12 @@ class BackwardRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_NUMBER_FIELD_NUMBER: _builtins.int
     UNSENT_SOURCES_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     answer: _builtins.int
     """As in RecomputeRequest."""
     pass_number: _builtins.int
     """The same for all backwards that autograd runs as one. Read where there are slots."""
-    stripes: _builtins.int
-    """As in RecomputeRequest."""
     checksum: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
@@ -366,12 +359,11 @@ class BackwardRequest(_message.Message):
         slots: _abc.Iterable[Global___Slot] | None = ...,
         pass_number: _builtins.int = ...,
         unsent_sources: _abc.Iterable[_builtins.int] | None = ...,
-        stripes: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "stripes", b"stripes", "tensors", b"tensors", "unsent_sources", b"unsent_sources", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "tensors", b"tensors", "unsent_sources", b"unsent_sources", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -617,10 +609,7 @@ class RecomputeResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    STRIPED_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    striped: _builtins.bool
-    """With the result: the message declares all tensors of the answer, and GetStripes returns some of their pieces."""
     checksum: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
@@ -634,12 +623,11 @@ class RecomputeResponse(_message.Message):
         progress: Global___Progress | None = ...,
         result: Global___RecomputeResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
-        striped: _builtins.bool = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "striped", b"striped", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,10 +702,7 @@ class BackwardResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    STRIPED_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    striped: _builtins.bool
-    """As in RecomputeResponse."""
     checksum: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
@@ -731,12 +716,11 @@ class BackwardResponse(_message.Message):
         progress: Global___Progress | None = ...,
         result: Global___BackwardResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
-        striped: _builtins.bool = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "striped", b"striped", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -942,14 +926,11 @@ class CollectGradientsRequest(_message.Message):
     COMMITS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     ANSWER_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     count: _builtins.int
     """Commits of the round. Where not all have been taken nothing is returned."""
     answer: _builtins.int
-    """As in RecomputeRequest."""
-    stripes: _builtins.int
     """As in RecomputeRequest."""
     checksum: _builtins.int
     @_builtins.property
@@ -963,12 +944,11 @@ class CollectGradientsRequest(_message.Message):
         commits: Global___Commits | None = ...,
         count: _builtins.int = ...,
         answer: _builtins.int = ...,
-        stripes: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "commits", b"commits", "count", b"count", "session", b"session", "stripes", b"stripes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "commits", b"commits", "count", b"count", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -983,10 +963,7 @@ class CollectGradientsResponse(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     RESULT_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    STRIPED_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
-    striped: _builtins.bool
-    """As in RecomputeResponse."""
     checksum: _builtins.int
     @_builtins.property
     def progress(self) -> Global___Progress: ...
@@ -1000,12 +977,11 @@ class CollectGradientsResponse(_message.Message):
         progress: Global___Progress | None = ...,
         result: Global___CollectGradientsResult | None = ...,
         tensors: _tensor_pb2.TensorBatch | None = ...,
-        striped: _builtins.bool = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "striped", b"striped", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -546,7 +546,7 @@ class Link(_message.Message):
     CLOCK_ERROR_S_FIELD_NUMBER: _builtins.int
     UP_BYTES_FIELD_NUMBER: _builtins.int
     DOWN_BYTES_FIELD_NUMBER: _builtins.int
-    CONNECTIONS_FIELD_NUMBER: _builtins.int
+    CONNECTED_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """Address, as the trainer was given it."""
     round_trip_s: _builtins.float
@@ -557,8 +557,8 @@ class Link(_message.Message):
     up_bytes: _builtins.int
     """Since the run began, with all that belongs to a message."""
     down_bytes: _builtins.int
-    connections: _builtins.int
-    """How many are open; 0 while the worker is lost."""
+    connected: _builtins.bool
+    """False while the worker is lost."""
     def __init__(
         self,
         *,
@@ -568,11 +568,11 @@ class Link(_message.Message):
         clock_error_s: _builtins.float = ...,
         up_bytes: _builtins.int = ...,
         down_bytes: _builtins.int = ...,
-        connections: _builtins.int = ...,
+        connected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_error_s", b"clock_error_s", "clock_offset_s", b"clock_offset_s", "connections", b"connections", "down_bytes", b"down_bytes", "round_trip_s", b"round_trip_s", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_error_s", b"clock_error_s", "clock_offset_s", b"clock_offset_s", "connected", b"connected", "down_bytes", b"down_bytes", "round_trip_s", b"round_trip_s", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\x12\x11\x62\x61\x63khaul_proto.v1\"\x89\x01\n\nTensorSpec\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\x12\x17\n\x0f\x61lignment_bytes\x18\x04 \x01(\r\x12\x11\n\tconjugate\x18\x05 \x01(\x08\x12\x10\n\x08negative\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"\xc7\x01\n\x11TensorDeclaration\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12-\n\x08location\x18\x04 \x01(\x0b\x32\x1b.backhaul_proto.v1.Location\x12\x31\n\ndifference\x18\x32 \x01(\x0b\x32\x1d.backhaul_proto.v1.Difference\"\x1a\n\nDifference\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x0c\"`\n\x08Location\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06ticket\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"G\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04\"y\n\x0bTensorBatch\x12:\n\x0c\x64\x65\x63larations\x18\x01 \x03(\x0b\x32$.backhaul_proto.v1.TensorDeclaration\x12.\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1e.backhaul_proto.v1.TensorChunk\"y\n\x11PutTensorsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12/\n\x07tensors\x18\x02 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x0f\n\x07stripes\x18( \x01(\x04\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\":\n\x12PutTensorsResponse\x12\x11\n\taddresses\x18\x01 \x03(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"y\n\x11PutStripesRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07stripes\x18\x02 \x01(\x04\x12/\n\x07tensors\x18\x03 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"\'\n\x12PutStripesResponse\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"H\n\x11GetStripesRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07stripes\x18\x02 \x01(\x04\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"X\n\x12GetStripesResponse\x12/\n\x07tensors\x18\x01 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32\xa6\x02\n\rTensorService\x12[\n\nPutTensors\x12$.backhaul_proto.v1.PutTensorsRequest\x1a%.backhaul_proto.v1.PutTensorsResponse(\x01\x12[\n\nPutStripes\x12$.backhaul_proto.v1.PutStripesRequest\x1a%.backhaul_proto.v1.PutStripesResponse(\x01\x12[\n\nGetStripes\x12$.backhaul_proto.v1.GetStripesRequest\x1a%.backhaul_proto.v1.GetStripesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\x12\x11\x62\x61\x63khaul_proto.v1\"\x89\x01\n\nTensorSpec\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\x12\x17\n\x0f\x61lignment_bytes\x18\x04 \x01(\r\x12\x11\n\tconjugate\x18\x05 \x01(\x08\x12\x10\n\x08negative\x18\x06 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x07 \x01(\t\"\xc7\x01\n\x11TensorDeclaration\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12+\n\x04spec\x18\x02 \x01(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12-\n\x08location\x18\x04 \x01(\x0b\x32\x1b.backhaul_proto.v1.Location\x12\x31\n\ndifference\x18\x32 \x01(\x0b\x32\x1d.backhaul_proto.v1.Difference\"\x1a\n\nDifference\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x0c\"`\n\x08Location\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06ticket\x18\x04 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"G\n\x0bTensorChunk\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0cJ\x04\x08\x03\x10\x04\"y\n\x0bTensorBatch\x12:\n\x0c\x64\x65\x63larations\x18\x01 \x03(\x0b\x32$.backhaul_proto.v1.TensorDeclaration\x12.\n\x06\x63hunks\x18\x02 \x03(\x0b\x32\x1e.backhaul_proto.v1.TensorChunk\"h\n\x11PutTensorsRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12/\n\x07tensors\x18\x02 \x01(\x0b\x32\x1e.backhaul_proto.v1.TensorBatch\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\":\n\x12PutTensorsResponse\x12\x11\n\taddresses\x18\x01 \x03(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32l\n\rTensorService\x12[\n\nPutTensors\x12$.backhaul_proto.v1.PutTensorsRequest\x1a%.backhaul_proto.v1.PutTensorsResponse(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,17 +44,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TENSORBATCH']._serialized_start=594
   _globals['_TENSORBATCH']._serialized_end=715
   _globals['_PUTTENSORSREQUEST']._serialized_start=717
-  _globals['_PUTTENSORSREQUEST']._serialized_end=838
-  _globals['_PUTTENSORSRESPONSE']._serialized_start=840
-  _globals['_PUTTENSORSRESPONSE']._serialized_end=898
-  _globals['_PUTSTRIPESREQUEST']._serialized_start=900
-  _globals['_PUTSTRIPESREQUEST']._serialized_end=1021
-  _globals['_PUTSTRIPESRESPONSE']._serialized_start=1023
-  _globals['_PUTSTRIPESRESPONSE']._serialized_end=1062
-  _globals['_GETSTRIPESREQUEST']._serialized_start=1064
-  _globals['_GETSTRIPESREQUEST']._serialized_end=1136
-  _globals['_GETSTRIPESRESPONSE']._serialized_start=1138
-  _globals['_GETSTRIPESRESPONSE']._serialized_end=1226
-  _globals['_TENSORSERVICE']._serialized_start=1229
-  _globals['_TENSORSERVICE']._serialized_end=1523
+  _globals['_PUTTENSORSREQUEST']._serialized_end=821
+  _globals['_PUTTENSORSRESPONSE']._serialized_start=823
+  _globals['_PUTTENSORSRESPONSE']._serialized_end=881
+  _globals['_TENSORSERVICE']._serialized_start=883
+  _globals['_TENSORSERVICE']._serialized_end=991
 # @@protoc_insertion_point(module_scope)

@@ -174,7 +174,7 @@ Global___Location: _TypeAlias = Location  # noqa: Y015
 
 @_typing.final
 class TensorChunk(_message.Message):
-    """A piece of the elements of one tensor. Pieces of a tensor come in order and without gaps, except in a striped transfer."""
+    """A piece of the elements of one tensor. Pieces of a tensor come in order and without gaps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -232,14 +232,9 @@ class PutTensorsRequest(_message.Message):
 
     SESSION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """In the first message of the stream."""
-    stripes: _builtins.int
-    """In the first message of a striped upload: the number by which PutStripes names it. The first message then declares all
-    tensors. 0: all pieces come in this stream.
-    """
     checksum: _builtins.int
     @_builtins.property
     def tensors(self) -> Global___TensorBatch: ...
@@ -248,12 +243,11 @@ class PutTensorsRequest(_message.Message):
         *,
         session: _builtins.str = ...,
         tensors: Global___TensorBatch | None = ...,
-        stripes: _builtins.int = ...,
         checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "session", b"session", "stripes", b"stripes", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "session", b"session", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -283,105 +277,3 @@ class PutTensorsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutTensorsResponse: _TypeAlias = PutTensorsResponse  # noqa: Y015
-
-@_typing.final
-class PutStripesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
-    """The session and the number of the upload, both in the first message of the stream."""
-    stripes: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def tensors(self) -> Global___TensorBatch:
-        """Pieces only: the upload has declared the tensors."""
-
-    def __init__(
-        self,
-        *,
-        session: _builtins.str = ...,
-        stripes: _builtins.int = ...,
-        tensors: Global___TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "session", b"session", "stripes", b"stripes", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PutStripesRequest: _TypeAlias = PutStripesRequest  # noqa: Y015
-
-@_typing.final
-class PutStripesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    def __init__(
-        self,
-        *,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PutStripesResponse: _TypeAlias = PutStripesResponse  # noqa: Y015
-
-@_typing.final
-class GetStripesRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: _builtins.int
-    STRIPES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
-    stripes: _builtins.int
-    """The number that the request for the answer named."""
-    checksum: _builtins.int
-    def __init__(
-        self,
-        *,
-        session: _builtins.str = ...,
-        stripes: _builtins.int = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "session", b"session", "stripes", b"stripes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetStripesRequest: _TypeAlias = GetStripesRequest  # noqa: Y015
-
-@_typing.final
-class GetStripesResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def tensors(self) -> Global___TensorBatch:
-        """Pieces only: the answer has declared the tensors."""
-
-    def __init__(
-        self,
-        *,
-        tensors: Global___TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___GetStripesResponse: _TypeAlias = GetStripesResponse  # noqa: Y015

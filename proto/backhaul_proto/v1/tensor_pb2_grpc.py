@@ -39,16 +39,6 @@ class TensorServiceStub(object):
                 request_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsRequest.SerializeToString,
                 response_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsResponse.FromString,
                 _registered_method=True)
-        self.PutStripes = channel.stream_unary(
-                '/backhaul_proto.v1.TensorService/PutStripes',
-                request_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesResponse.FromString,
-                _registered_method=True)
-        self.GetStripes = channel.unary_stream(
-                '/backhaul_proto.v1.TensorService/GetStripes',
-                request_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesResponse.FromString,
-                _registered_method=True)
 
 
 class TensorServiceServicer(object):
@@ -61,22 +51,6 @@ class TensorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutStripes(self, request_iterator, context):
-        """Sends some of the pieces of a striped PutTensors over another connection, see NOTE [Stripes] in
-        backhaul_runtime.wire.stripes. The answer comes when all pieces of the stream are in their tensors.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetStripes(self, request, context):
-        """Returns some of the pieces of a striped answer that is being sent over another connection. The stream is empty if
-        that answer has ended.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_TensorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -84,16 +58,6 @@ def add_TensorServiceServicer_to_server(servicer, server):
                     servicer.PutTensors,
                     request_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsRequest.FromString,
                     response_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsResponse.SerializeToString,
-            ),
-            'PutStripes': grpc.stream_unary_rpc_method_handler(
-                    servicer.PutStripes,
-                    request_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesResponse.SerializeToString,
-            ),
-            'GetStripes': grpc.unary_stream_rpc_method_handler(
-                    servicer.GetStripes,
-                    request_deserializer=backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -123,60 +87,6 @@ class TensorService(object):
             '/backhaul_proto.v1.TensorService/PutTensors',
             backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsRequest.SerializeToString,
             backhaul__proto_dot_v1_dot_tensor__pb2.PutTensorsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PutStripes(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/backhaul_proto.v1.TensorService/PutStripes',
-            backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_tensor__pb2.PutStripesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetStripes(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.TensorService/GetStripes',
-            backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_tensor__pb2.GetStripesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,28 +35,12 @@ class TensorServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TensorServiceAsyncStub: ...
     PutTensors: _grpc.StreamUnaryMultiCallable[_tensor_pb2.PutTensorsRequest, _tensor_pb2.PutTensorsResponse]
     """Stores tensors by content. Repeating it changes nothing."""
-    PutStripes: _grpc.StreamUnaryMultiCallable[_tensor_pb2.PutStripesRequest, _tensor_pb2.PutStripesResponse]
-    """Sends some of the pieces of a striped PutTensors over another connection, see NOTE [Stripes] in
-    backhaul_runtime.wire.stripes. The answer comes when all pieces of the stream are in their tensors.
-    """
-    GetStripes: _grpc.UnaryStreamMultiCallable[_tensor_pb2.GetStripesRequest, _tensor_pb2.GetStripesResponse]
-    """Returns some of the pieces of a striped answer that is being sent over another connection. The stream is empty if
-    that answer has ended.
-    """
 
 @_typing.type_check_only
 class TensorServiceAsyncStub(TensorServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     PutTensors: _aio.StreamUnaryMultiCallable[_tensor_pb2.PutTensorsRequest, _tensor_pb2.PutTensorsResponse]  # type: ignore[assignment]
     """Stores tensors by content. Repeating it changes nothing."""
-    PutStripes: _aio.StreamUnaryMultiCallable[_tensor_pb2.PutStripesRequest, _tensor_pb2.PutStripesResponse]  # type: ignore[assignment]
-    """Sends some of the pieces of a striped PutTensors over another connection, see NOTE [Stripes] in
-    backhaul_runtime.wire.stripes. The answer comes when all pieces of the stream are in their tensors.
-    """
-    GetStripes: _aio.UnaryStreamMultiCallable[_tensor_pb2.GetStripesRequest, _tensor_pb2.GetStripesResponse]  # type: ignore[assignment]
-    """Returns some of the pieces of a striped answer that is being sent over another connection. The stream is empty if
-    that answer has ended.
-    """
 
 class TensorServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -66,25 +50,5 @@ class TensorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_tensor_pb2.PutTensorsResponse, _abc.Awaitable[_tensor_pb2.PutTensorsResponse]]:
         """Stores tensors by content. Repeating it changes nothing."""
-
-    @_abc_1.abstractmethod
-    def PutStripes(
-        self,
-        request_iterator: _MaybeAsyncIterator[_tensor_pb2.PutStripesRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_tensor_pb2.PutStripesResponse, _abc.Awaitable[_tensor_pb2.PutStripesResponse]]:
-        """Sends some of the pieces of a striped PutTensors over another connection, see NOTE [Stripes] in
-        backhaul_runtime.wire.stripes. The answer comes when all pieces of the stream are in their tensors.
-        """
-
-    @_abc_1.abstractmethod
-    def GetStripes(
-        self,
-        request: _tensor_pb2.GetStripesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_tensor_pb2.GetStripesResponse], _abc.AsyncIterator[_tensor_pb2.GetStripesResponse]]:
-        """Returns some of the pieces of a striped answer that is being sent over another connection. The stream is empty if
-        that answer has ended.
-        """
 
 def add_TensorServiceServicer_to_server(servicer: TensorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from backhaul_runtime.process.addresses import Address
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 CHUNK_BYTES = 1 << 20
 """Bytes of elements per message of a tensor stream. Sizes of 256 KiB and 4 MiB reach 0.55 to 0.9 of its throughput."""
@@ -22,9 +22,6 @@ A program must fit in one message, and so must the generator states of a segment
 
 MAX_DECLARED = 1024
 """Number of tensors that one message may declare. It bounds the work of reading a message."""
-
-MAX_CONNECTIONS = 8
-"""The largest number of connections of a session to one worker."""
 
 MAX_NAME = 512
 """Characters of the name of a segment or a trainer. A trainer cuts longer names; a worker refuses them."""

@@ -1,10 +1,9 @@
 """Rebuilds tensors from the stream of messages that `tensor_batches` describes.
 
 The receiver checks declarations before it allocates, and offsets as chunks arrive. It returns a tensor only after its
-last byte has arrived. The chunks of a striped transfer arrive in any order: see NOTE [Stripes] in `stripes`.
+last byte has arrived.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -33,29 +32,14 @@ from backhaul_runtime.wire.protocol import MAX_DECLARED
 from backhaul_runtime.wire.splicing import MAX_CHUNKS, Batch, Chunk, TensorMessage, too_many_parts
 from backhaul_runtime.wire.tensor_batches import EXPANDED_BYTES, may_differ, width_in
 
-MOST_RANGES = 1 << 10
-"""Number of separate ranges of a striped tensor that may have arrived behind its first gap. Eight connections make some
-dozens: each has a message on its way, and delivers its messages in order."""
-
 
 class _StreamedTensor:
     """A tensor that arrives in chunks, on the host or directly on a device."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        address: bytes,
-        device: torch.device | None,
-        *,
-        is_for_store: bool,
-        is_striped: bool = False,
-    ) -> None:
+    def __init__(self, layout: Layout, address: bytes, device: torch.device | None, *, is_for_store: bool) -> None:
         self.layout = layout
         self.address = address
         self.received_bytes = 0
-        self._is_striped = is_striped
-        self._in_order_bytes = 0  # before the first gap; all of them are hashed
-        self._ahead: list[tuple[int, int]] = []  # the ranges that have arrived behind that gap, sorted
         device = device if device is not None and layout.is_on_accelerator else torch.device("cpu")
         # Hashes each chunk while it is in the CPU's cache. An accelerator's digest is another function.
         self._content = xxhash.xxh3_128() if is_for_store and layout.device == "cpu" else None
@@ -73,46 +57,19 @@ class _StreamedTensor:
 
     def add(self, chunk: "Chunk | tensor_pb2.TensorChunk") -> None:
         end = chunk.offset_bytes + len(chunk.data)
-        if end > self.layout.payload_bytes or not self._is_next(chunk.offset_bytes, end):
+        if chunk.offset_bytes != self.received_bytes or end > self.layout.payload_bytes:
             raise TransferError(
                 f"chunk of bytes {chunk.offset_bytes} to {end} came where {self.received_bytes} of "
                 f"{self.layout.payload_bytes} were there"
             )
-        if self._content is not None and chunk.offset_bytes == self._in_order_bytes:
+        if self._content is not None:
             self._content.update(chunk.data)
         if self.is_staged:
             to_device(chunk.data, self.data[chunk.offset_bytes : end])
         elif chunk.data:
             target = np.frombuffer(self.target[chunk.offset_bytes : end], np.uint8)
             np.copyto(target, np.frombuffer(chunk.data, np.uint8))  # releases the GIL, unlike the assignment to a slice
-        self.received_bytes += len(chunk.data)
-        if chunk.offset_bytes == self._in_order_bytes:
-            self._in_order_bytes = end
-            self._close_gap()
-        elif chunk.data:
-            self._ahead.insert(bisect_left(self._ahead, (chunk.offset_bytes, end)), (chunk.offset_bytes, end))
-
-    def _is_next(self, begin: int, end: int) -> bool:
-        """Whether a chunk may come now: in order, or in a striped transfer anywhere that nothing has come to yet.
-
-        Raises TransferError for too many gaps.
-        """
-        if not self._is_striped:
-            return begin == self.received_bytes
-        if len(self._ahead) >= MOST_RANGES and begin != self._in_order_bytes:
-            raise TransferError(f"a striped tensor has more than {MOST_RANGES} gaps")
-        after = bisect_left(self._ahead, (begin, end))
-        begins_after = self._ahead[after - 1][1] if after else self._in_order_bytes
-        ends_before = self._ahead[after][0] if after < len(self._ahead) else self.layout.payload_bytes
-        return begins_after <= begin and end <= ends_before
-
-    def _close_gap(self) -> None:
-        """Hashes what has arrived behind the gap that was just filled."""
-        while self._ahead and self._ahead[0][0] == self._in_order_bytes:
-            begin, end = self._ahead.pop(0)
-            if self._content is not None:
-                self._content.update(self.target[begin:end])
-            self._in_order_bytes = end
+        self.received_bytes = end
 
     @property
     def is_complete(self) -> bool:
@@ -233,8 +190,6 @@ class TensorReceiver:
         is_for_store: Whether the caller will call `stored`, so that digests are computed as chunks arrive.
 
     Attributes:
-        is_striped: Whether the transfer is striped: its first message declares all tensors, and chunks come in any
-            order. Set it before that message is added.
         spared_bytes: Bytes of elements that were not sent, because only differences from other tensors were.
     """
 
@@ -252,7 +207,6 @@ class TensorReceiver:
         self._locate = locate
         self._base = base
         self._is_for_store = is_for_store
-        self.is_striped = False
         self.spared_bytes = 0
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
 
@@ -275,8 +229,6 @@ class TensorReceiver:
         """Adds the declarations of a message, before its chunks. Raises as `add` does."""
         if len(batch.declarations) > MAX_DECLARED or len(batch.chunks) > MAX_CHUNKS:
             raise too_many_parts()
-        if self.is_striped and self._arrivals and batch.declarations:
-            raise TransferError("a striped transfer declares tensors after its first message")
         for declaration in batch.declarations:
             layout = decode_layout(declaration.spec)
             if declaration.size_bytes != layout.payload_bytes:
@@ -327,13 +279,11 @@ class TensorReceiver:
         if base is not None:
             if declaration.HasField("location"):
                 raise TransferError("a tensor is declared both in shared memory and as a difference")
-            if self.is_striped:  # its blocks come in order
-                raise TransferError("a tensor of a striped transfer is declared as a difference")
             return _DifferentTensor(layout, address, self._device, base, is_for_store=is_for_store)
         if declaration.HasField("location"):
             located = self._locate(declaration.location, layout)
             return _SharedTensor(layout, address, located, is_for_store=is_for_store)
-        return _StreamedTensor(layout, address, self._device, is_for_store=is_for_store, is_striped=self.is_striped)
+        return _StreamedTensor(layout, address, self._device, is_for_store=is_for_store)
 
     def addresses(self) -> list[bytes]:
         """Returns the addresses of the tensors that were declared with one, in order."""
@@ -343,11 +293,6 @@ class TensorReceiver:
     def stored_waits(self) -> bool:
         """Whether `stored` waits for an accelerator, which computes digests."""
         return any(arrival.has_device_digest for arrival in self._arrivals)
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether all bytes of all tensors declared so far have arrived."""
-        return all(arrival.is_complete for arrival in self._arrivals)
 
     def is_complete(self, index: int) -> bool:
         """Returns whether all bytes of the `index`-th declared tensor have arrived."""

@@ -60,7 +60,7 @@ ALL_REQUESTS = Limit(
 )
 ANSWERS = Limit("answers that are being sent to a session", 16, "each holds two messages of 1 MiB in gRPC's buffers")
 STREAMS = Limit(
-    "open streams of a session", 40, "a trainer has three, and seven more for each of four striped transfers at once"
+    "open streams of a session", 12, "a trainer has three and one per upload, and as many again after its network broke"
 )
 ALL_STREAMS = Limit("open streams on a worker", 512, "each may hold a message of 1 MiB in gRPC's buffers")
 UNNAMED_STREAMS = Limit("open streams that have named no session yet", 64, "a trainer opens one with its first request")
@@ -123,8 +123,6 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
     session_pb2.CloseSessionRequest: RequestLimits(_SMALL),
     program_pb2.PutProgramRequest: RequestLimits(MAX_MESSAGE_BYTES),
     tensor_pb2.PutTensorsRequest: RequestLimits(_TENSORS),
-    tensor_pb2.PutStripesRequest: RequestLimits(_TENSORS),
-    tensor_pb2.GetStripesRequest: RequestLimits(_SMALL),
     segment_pb2.SaveSegmentRequest: RequestLimits(
         MAX_MESSAGE_BYTES,
         {

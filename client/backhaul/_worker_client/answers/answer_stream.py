@@ -3,8 +3,6 @@
 import math
 import queue
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -13,16 +11,8 @@ import torch
 from torch import Tensor
 
 from backhaul._worker_client.connection.deadlines import LONGEST_S, SLICE_S, Expected, longest_queue_s, longest_run_s
-from backhaul._worker_client.connection.grpc_errors import (
-    closed_error,
-    damaged_error,
-    error_of,
-    forget_stack,
-    unsent_error,
-)
-from backhaul._worker_client.connection.lanes import LANE_LOST, NO_LANES, Lane, LaneOffer
+from backhaul._worker_client.connection.grpc_errors import closed_error, damaged_error, error_of, unsent_error
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory, receiving
-from backhaul_proto.v1 import tensor_pb2
 from backhaul_runtime.errors import TransferError, WorkerLostError
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.wire.shared_memory import shared_bytes
@@ -33,24 +23,15 @@ R = TypeVar("R")
 MAX_WAITING_MESSAGES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _LaneEnd:
-    """The end of the pieces that a lane carries."""
-
-    lane: Lane
-    has_failed: bool
-
-
-_Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | _LaneEnd | None
-"""An item of a stream: a message or a rejected one; then an error, or None at the end. A lane ends with `_LaneEnd`."""
+_Message: TypeAlias = TensorMessage[Any] | TransferError | grpc.RpcError | None
+"""An item of a stream: a message or a rejected one; then an error, or None at the end."""
 
 
 class AnswerStream(Generic[R]):
     """A call that is answered with progress, a result, and then tensors.
 
     A thread receives messages. The caller's thread assembles the tensors while it waits for them, so their memory
-    belongs to the caller, and the worker sends no faster than the caller takes them. `close` ends the call. Lanes may
-    carry a part of the tensors: NOTE [Stripes] in backhaul_runtime.wire.stripes.
+    belongs to the caller, and the worker sends no faster than the caller takes them. `close` ends the call.
 
     Args:
         method: A method of a stub.
@@ -61,7 +42,6 @@ class AnswerStream(Generic[R]):
         answer: The number of the answer in shared memory.
         is_lent: Whether tensors stay in shared memory instead of being copied out.
         device: The device of the tensors; None for the host.
-        offer: The lanes that may carry a part of the tensors. The request names its number.
     """
 
     def __init__(
@@ -75,7 +55,6 @@ class AnswerStream(Generic[R]):
         device: torch.device | None = None,
         *,
         is_lent: bool = False,
-        offer: LaneOffer = NO_LANES,
     ) -> None:
         self._silence_s = silence_s
         self._expected_s = expected_s
@@ -85,8 +64,6 @@ class AnswerStream(Generic[R]):
         self._memory = memory
         self._answer = answer
         self._receiver = receiving(memory, device, is_lent=is_lent)
-        self._offer = offer
-        self._lane_calls: dict[Lane, Any] = {}  # of the lanes whose pieces have not ended
         self._has_ended = False
         self.received_bytes = 0
         try:
@@ -95,10 +72,7 @@ class AnswerStream(Generic[R]):
             raise closed_error() from None
         except grpc.RpcError as error:
             raise unsent_error(error) from None
-        self._receive_in_thread(self._call, None)
-
-    def _receive_in_thread(self, call: Any, lane: Lane | None) -> None:
-        threading.Thread(target=self._pump, args=(call, lane), name="backhaul-receive", daemon=True).start()
+        threading.Thread(target=self._pump, name="backhaul-receive", daemon=True).start()
 
     def result(self) -> R:
         """Waits for the result. Raises WorkerError, or WorkerLostError if a deadline passes."""
@@ -107,12 +81,7 @@ class AnswerStream(Generic[R]):
             message = carried.message
             if message.HasField("result"):
                 self._running_since = None
-                is_striped = self._offer.number > 0 and message.striped
-                self._receiver.is_striped = is_striped
-                self._receiver.add_carried(carried)
-                if is_striped:
-                    self._join_lanes()
-                self.received_bytes += shared_bytes(carried.tensors)
+                self._add(carried)
                 answer: R = message.result
                 return answer
             self._check_queue(message.progress.ahead_s)
@@ -146,32 +115,24 @@ class AnswerStream(Generic[R]):
     def close(self) -> None:
         """Cancels the rest of the answer."""
         self._closed.set()
-        for call in (self._call, *self._lane_calls.values()):
-            call.cancel()  # has no effect on a call that has ended
+        self._call.cancel()  # has no effect on a call that has ended
         if self._memory is not None and self._answer:
             self._memory.ended(self._answer)
 
     def _receive(self) -> bool:
         carried = self._next()
         if carried is not None:
-            self._receiver.add_carried(carried)
-            self.received_bytes += shared_bytes(carried.tensors)
+            self._add(carried)
         return carried is not None
 
-    def _join_lanes(self) -> None:
-        request = tensor_pb2.GetStripesRequest(session=self._offer.session, stripes=self._offer.number)
-        for lane in self._offer.lanes:
-            try:
-                call = lane.get(request, timeout=LONGEST_S)
-            except ValueError:  # another thread has closed the channel; the other connections carry everything
-                continue
-            self._lane_calls[lane] = call
-            self._receive_in_thread(call, lane)
+    def _add(self, carried: TensorMessage[Any]) -> None:
+        self._receiver.add_carried(carried)
+        self.received_bytes += shared_bytes(carried.tensors)
 
     def _next(self) -> TensorMessage[Any] | None:
-        """Returns the next message of any connection, None at the end."""
+        """Returns the next message, None at the end."""
         silent = 0.0
-        while not self._has_ended or (self._lane_calls and not self._receiver.are_complete):
+        while not self._has_ended:
             before = monotonic()
             try:
                 message = self._messages.get(timeout=SLICE_S)
@@ -182,27 +143,15 @@ class AnswerStream(Generic[R]):
                     raise error_of(message) from None
                 if isinstance(message, TransferError):
                     raise damaged_error(message)
-                if isinstance(message, TensorMessage):
-                    self.received_bytes += message.size_bytes
-                    return message
-                if isinstance(message, _LaneEnd):
-                    if message.has_failed:
-                        raise self._lanes_lost([message.lane])
-                    del self._lane_calls[message.lane]
-                else:
+                if message is None:
                     self._has_ended = True
-                silent = 0.0
+                else:
+                    self.received_bytes += message.size_bytes
+                return message
             if silent >= self._silence_s:
-                if self._has_ended:
-                    raise self._lanes_lost(list(self._lane_calls))
                 raise WorkerLostError(f"the worker was silent for {self._silence_s:g} s", status="SILENT")
             self._check_run()
         return None
-
-    def _lanes_lost(self, lanes: Sequence[Lane]) -> WorkerLostError:
-        for lane in lanes:
-            self._offer.broke(lane)
-        return WorkerLostError(f"{len(lanes)} of {len(self._offer.lanes)} further connections broke", status=LANE_LOST)
 
     def _check_run(self) -> None:
         if self._running_since is not None:
@@ -219,21 +168,16 @@ class AnswerStream(Generic[R]):
             )
 
     @only_in("backhaul-receive")
-    def _pump(self, call: Any, lane: Lane | None) -> None:
-        """Receives messages of one connection in a thread, until the call ends or `close` is called."""
+    def _pump(self) -> None:
+        """Receives messages in a thread, until the call ends or `close` is called."""
         end: grpc.RpcError | None = None
         try:
-            for message in call:
+            for message in self._call:
                 if not self._hand_over(message):
                     return
         except grpc.RpcError as error:
             end = error
-        if lane is None:
-            self._hand_over(end)
-            return
-        if end is not None:
-            forget_stack(end)
-        self._hand_over(_LaneEnd(lane, end is not None))
+        self._hand_over(end)
 
     def _hand_over(self, message: _Message) -> bool:
         while not self._closed.is_set():

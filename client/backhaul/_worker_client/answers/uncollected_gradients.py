@@ -21,7 +21,6 @@ from torch import Tensor
 from backhaul._worker_client.answers.answer_stream import AnswerStream
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import LONGEST_S
-from backhaul._worker_client.connection.lanes import NO_LANES
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, TransferError, WorkerLostError
@@ -146,29 +145,21 @@ class UncollectedGradients:
         if self._is_lost:
             raise WorkerLostError("the worker has lost the session", status="LOST")
         try:
-            return self._asked(worker_session, count, may_stripe=True)
+            return self._asked(worker_session, count)
         except (WorkerLostError, TransferError) as error:
             if isinstance(error, WorkerLostError):
                 self._connection.trouble(worker_session, error)
             if not self._connection.recovered(worker_session):
                 raise
-        return self._asked(worker_session, count, may_stripe=False)
+        return self._asked(worker_session, count)
 
-    def _asked(
-        self, worker_session: WorkerSession, count: Callable[[int], None], *, may_stripe: bool
-    ) -> list[tuple[Tensor, Tensor]]:
-        memory, offer = worker_session.memory, NO_LANES
-        devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
-        if may_stripe and (memory is None or devices):  # what is on an accelerator can't use shared memory
-            offer = self._connection.lanes.offer(worker_session.session)
-        answer = memory.answer() if memory is not None and not offer.number else 0
+    def _asked(self, worker_session: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
+        memory = worker_session.memory
+        answer = memory.answer() if memory is not None else 0
         request = segment_pb2.CollectGradientsRequest(
-            session=worker_session.session,
-            commits=self._commits(),
-            count=self._count,
-            answer=answer,
-            stripes=offer.number,
+            session=worker_session.session, commits=self._commits(), count=self._count, answer=answer
         )
+        devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
         method = self._connection.stubs(worker_session).segments.CollectGradients
         stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
             method,
@@ -178,7 +169,6 @@ class UncollectedGradients:
             memory,
             answer,
             next(iter(devices), None),
-            offer=offer,
         )
         try:
             slots = list(stream.result().slots)

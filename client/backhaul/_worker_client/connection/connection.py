@@ -24,7 +24,6 @@ import grpc
 
 from backhaul._observe.run_events import EventKind, RunEvents
 from backhaul._worker_client.connection.calls import call_unary, close_channel
-from backhaul._worker_client.connection.lanes import LANE_LOST, Lane, Lanes
 from backhaul._worker_client.connection.link_traffic import LinkTraffic
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
 from backhaul._worker_client.connection.stubs import Stubs
@@ -59,12 +58,10 @@ LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
 _RESTART_POLL_S = 0.05
-NEAR_S = 0.005
-"""A call to an address of this machine that takes less is answered here, and not behind a tunnel to a distant one."""
 LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
-_HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED", LANE_LOST})
-"""The statuses of errors that say nothing against the main connection."""
+_HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"})
+"""The statuses of errors that say nothing against the connection."""
 FULL = (LimitError, BudgetError)
 """The errors of a worker that has no room for another session."""
 
@@ -87,17 +84,15 @@ class Connection:
         find: Returns the worker's address, and restarts an embedded worker that died. Only one thread at a time calls
             it.
         silence_s: Seconds without a message after which the worker counts as lost.
-        run: The id of the trainer's session, which may have further connections.
+        run: The id of the trainer's session, which may have other workers too.
         token_file: File with the worker's token; empty for no token. It is read when the connection is opened, and
             again after the token was rejected.
         shares_memory: Whether to share memory with a worker on this machine.
         takes_socket: Whether to continue over the Unix socket of a worker on this machine.
-        connections: The number of connections to the worker; 0 to choose it by measurements.
         events: Gets what happens to the worker.
         is_embedded: Whether the session has started the worker itself.
 
     Attributes:
-        lanes: The further connections to the worker.
         name: The address of the worker, for messages.
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
@@ -115,7 +110,6 @@ class Connection:
         *,
         shares_memory: bool = True,
         takes_socket: bool = True,
-        connections: int = 0,
         events: RunEvents | None = None,
         is_embedded: bool = False,
     ) -> None:
@@ -126,8 +120,6 @@ class Connection:
         self._shares_memory = shares_memory
         self._takes_socket = takes_socket
         self._has_switched = False
-        self._socket_path = ""
-        self.lanes = Lanes(connections)
         self._token = ""
         self.silence_s = silence_s
         self.name = ""
@@ -243,14 +235,12 @@ class Connection:
 
     def link(self) -> telemetry_pb2.Link:
         """Returns the state of the connection, for telemetry."""
-        clock, worker_session = self._clock.estimate(time()), self._worker_session
+        clock, is_connected = self._clock.estimate(time()), self._up and self._worker_session is not None
         up_bytes, down_bytes = self.traffic.totals
-        link = telemetry_pb2.Link(worker=self.name, up_bytes=up_bytes, down_bytes=down_bytes)
+        link = telemetry_pb2.Link(worker=self.name, up_bytes=up_bytes, down_bytes=down_bytes, connected=is_connected)
         if clock.error_s < math.inf:
             link.round_trip_s = clock.round_trip_s
             link.clock_offset_s, link.clock_error_s = clock.offset_s, clock.error_s
-        if self._up and worker_session is not None:
-            link.connections = 1 + len(self.lanes.joined(worker_session.session))
         return link
 
     @property
@@ -287,7 +277,7 @@ class Connection:
             self._wake.set()
 
     def recovered(self, worker_session: WorkerSession) -> bool:
-        """Returns whether a worker session continues after `trouble`, or after a lane broke.
+        """Returns whether a worker session continues after `trouble`.
 
         Asks the worker once, for `RECOVERY_S` at most. Without an answer the connection counts as down.
         """
@@ -310,7 +300,6 @@ class Connection:
         self._worker_session, self._up, self._closed = None, False, True
         if self._memory is not None:
             self._memory.forget()
-        self.lanes.forget()
         self.traffic.forked()
         self._events.forked()
         self._why_down = "the session belongs to the parent of this forked process"
@@ -333,7 +322,6 @@ class Connection:
             close_channel(self._channel)  # ends the request that the keeper thread waits for
         if self._keeper.ident is not None:
             self._keeper.join()
-        self.lanes.end()  # last, because the keeper thread opens them
 
     def _connect(self, address: Address, timeout_s: float) -> None:
         if self._closed:
@@ -384,24 +372,6 @@ class Connection:
         # Opening takes longer than this request, which therefore compares the clocks better.
         self._ask(self._worker_session)
         self._up = True
-        self._keep_lanes(self._worker_session, address)
-
-    def _keep_lanes(self, worker_session: WorkerSession, address: Address) -> None:
-        """Opens or closes further connections to the worker, after the main one has answered."""
-        if address.unix_path or worker_session.memory is not None:
-            is_near = True
-        else:
-            is_near = address.is_local and self._clock.estimate(time()).round_trip_s < NEAR_S
-        if self._has_switched:
-            address = socket_address(self._socket_path)
-        self.lanes.keep(worker_session.session, lambda: self._lane_to(address))
-        if is_near:
-            self.lanes.settle()
-
-    def _lane_to(self, address: Address) -> Lane:
-        channel = self._channel_to(address)
-        stubs = Stubs(channel, self._token, self.silence_s)
-        return Lane(channel, stubs.sessions, stubs.tensors)
 
     def _channel_to(self, address: Address) -> grpc.Channel:
         if self._tls is None or address.unix_path:  # a Unix socket is a matter of this machine's users
@@ -410,7 +380,6 @@ class Connection:
         return grpc.secure_channel(address.target, credentials, options=options_to(address))
 
     def _use(self, channel: grpc.Channel, *, has_switched: bool) -> None:
-        self.lanes.end()
         if self._channel is not None:
             self._stubs.close()
             close_channel(self._channel)
@@ -438,7 +407,6 @@ class Connection:
             close_channel(channel)
         else:
             self._use(channel, has_switched=True)
-            self._socket_path = answer.socket_path
 
     def _share(self, address: Address, answer: session_pb2.OpenSessionResponse) -> TrainerSharedMemory | None:
         if self._shares_memory and _is_beside(address, answer.memory_path, "memory"):
@@ -529,7 +497,6 @@ class Connection:
                 # The connection breaks before the process has ended, so an embedded worker may only now be found dead.
                 self._ask(worker_session, check=self._find)
                 self._up = True
-                self._keep_lanes(worker_session, address)
             except (SessionUnknownError, CredentialError) as error:  # Rules 2 and 4
                 self._down(error.message)
                 self._worker_session = worker_session = None

@@ -7,7 +7,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -194,11 +194,6 @@ def _as_written(tensor: Tensor, location: tensor_pb2.Location, layout: Layout) -
     if checksum_of(tensor, layout) != location.checksum:
         raise TransferError(f"a tensor in region {location.region} of shared memory differs from what the worker wrote")
     return tensor
-
-
-def can_share(memory: TrainerSharedMemory | None, outgoing_tensors: Iterable[OutgoingTensor]) -> bool:
-    """Whether any of these tensors may go through shared memory. Those on an accelerator can't."""
-    return memory is not None and any(Outbox.takes(outgoing.layout) for outgoing in outgoing_tensors)
 
 
 @contextmanager

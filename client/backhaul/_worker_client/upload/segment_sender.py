@@ -10,7 +10,7 @@ from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import Liveness
 from backhaul._worker_client.connection.request_stream import RequestStream
-from backhaul._worker_client.connection.shared_memory import can_share, sending
+from backhaul._worker_client.connection.shared_memory import sending
 from backhaul._worker_client.upload.compression import Compression, TensorDifference
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
 from backhaul._worker_client.upload.stored_tensors import StoredTensors
@@ -175,20 +175,14 @@ class SegmentSender:
             for outgoing in outgoing_tensors.values()
             if isinstance(outgoing.difference, TensorDifference)
         ]
-        began, answer = perf_counter(), None
-        missing = (
-            None
-            if differences
-            else self._tensors.put_striped(worker_session, list(outgoing_tensors.values()), save.count)
-        )
-        if missing is None:
-            try:
-                missing, answer = self._send_alone(save, request, addresses, outgoing_tensors, short)
-            except WorkerError as error:
-                if not differences:
-                    raise
-                self._compression.failed(error)
-                raise _UnansweredError from error
+        began = perf_counter()
+        try:
+            missing, answer = self._send_batches(save, request, addresses, outgoing_tensors, short)
+        except WorkerError as error:
+            if not differences:
+                raise
+            self._compression.failed(error)
+            raise _UnansweredError from error
         for key, address in zip(outgoing_tensors, missing, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
@@ -207,7 +201,7 @@ class SegmentSender:
         return answer
 
     @only_in("backhaul-upload")
-    def _send_alone(
+    def _send_batches(
         self,
         save: SegmentUpload,
         request: segment_pb2.SaveSegmentRequest,
@@ -215,8 +209,8 @@ class SegmentSender:
         outgoing_tensors: Mapping[bytes | int, OutgoingTensor],
         short: RequestStream | None,
     ) -> tuple[list[bytes], segment_pb2.SaveSegmentResponse | None]:
-        """Sends tensors over the main connection. Returns their addresses, and the answer if the request was sent."""
-        began, missing, answer = perf_counter(), list[bytes](), None
+        """Sends tensors. Returns their addresses, and the answer if the request was sent with them."""
+        missing, answer = list[bytes](), None
         worker_session = save.worker_session
         with sending(worker_session.memory, save.count) as write:
             sent = batches(outgoing_tensors.values(), write)
@@ -233,10 +227,7 @@ class SegmentSender:
                     raise TransferError("the worker did not accept the tensors of a segment")
                 self._watch.sign()
             elif begin:
-                missing = self._tensors.put_alone(worker_session, itertools.chain(begin, sent), save.count)
-                whole = all(outgoing.difference is None for outgoing in outgoing_tensors.values())
-                if whole and not can_share(worker_session.memory, outgoing_tensors.values()):
-                    self._connection.lanes.sent(1, outgoing_tensors.values(), perf_counter() - began)
+                missing = self._tensors.put_batches(worker_session, itertools.chain(begin, sent), save.count)
             if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
                 raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
         return missing, answer

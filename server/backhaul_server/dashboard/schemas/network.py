@@ -74,9 +74,6 @@ class TopologyLink(Schema):
     down_bytes: int | None = Field(
         description="Bytes from worker to trainer since the run began; null if unknown", examples=[17_249_075_200]
     )
-    connections: int | None = Field(
-        description="Open connections, 0 if the worker is lost; null if unknown", examples=[1]
-    )
     round_trip_ms: fields.RoundTripMs
     clock_offset_ms: fields.ClockOffsetMs
     clock_error_ms: fields.ClockErrorMs

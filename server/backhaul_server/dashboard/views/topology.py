@@ -62,7 +62,7 @@ def _link(run: TrainerRun, address: str, link: LinkRecord | None, worker: Watche
     up, down = link.rates(now_s)
     # Where reports that are missing may just not have reached the dashboard, their rate is unknown instead of zero.
     is_rate_known = not is_unreachable or now_s - link.heard_at_s <= RATE_S
-    is_lost = link.last.connections == 0 and run.state(now_s) == "running"
+    is_lost = not link.last.connected and run.state(now_s) == "running"
     return TopologyLink.of(
         link.clock,
         **ends,
@@ -70,7 +70,6 @@ def _link(run: TrainerRun, address: str, link: LinkRecord | None, worker: Watche
         down_bytes_per_s=down if is_rate_known else None,
         up_bytes=link.last.up_bytes,
         down_bytes=link.last.down_bytes,
-        connections=link.last.connections,
         measured_at_s=link.heard_at_s,
         state="broken" if is_unreachable or is_lost else "active" if up or down else "idle",
     )

@@ -39,8 +39,6 @@ POLICY: Mapping[str, Needs] = {
     "/backhaul_proto.v1.SessionService/CloseSession": Needs.CREDENTIAL,
     "/backhaul_proto.v1.ProgramService/PutProgram": Needs.CREDENTIAL,
     "/backhaul_proto.v1.TensorService/PutTensors": Needs.CREDENTIAL,
-    "/backhaul_proto.v1.TensorService/PutStripes": Needs.CREDENTIAL,
-    "/backhaul_proto.v1.TensorService/GetStripes": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/SaveSegment": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/ShortSaves": Needs.CREDENTIAL,
     "/backhaul_proto.v1.SegmentService/Recompute": Needs.CREDENTIAL,

@@ -4,7 +4,6 @@ An answer is a message without tensors, which the first batch of tensors joins, 
 """
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
 from time import time
 
 from backhaul_proto.v1 import segment_pb2
@@ -18,20 +17,7 @@ from backhaul_server.worker.engine.segment import Segment, SegmentRequest, resul
 from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 
 
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """The tensors of an answer, as they are sent.
-
-    Attributes:
-        batches: The batches of the main connection's messages.
-        is_striped: Whether the first batch declares all tensors, and lanes take some of the others.
-    """
-
-    batches: Iterable[Batch]
-    is_striped: bool = False
-
-
-def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool) -> bytes:
+def recompute_answer(segment: Segment, submitted: SegmentRequest) -> bytes:
     """Encodes the answer to a request for saved tensors, which has run, without its tensors."""
     recomputed = result_of(submitted.answer)
     result = segment_pb2.RecomputeResult(
@@ -40,13 +26,13 @@ def recompute_answer(segment: Segment, submitted: SegmentRequest, *, is_striped:
         saved_projections=_projections(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
-    return segment_pb2.RecomputeResponse(result=result, striped=is_striped).SerializeToString()
+    return segment_pb2.RecomputeResponse(result=result).SerializeToString()
 
 
-def backward_answer(segment: Segment, submitted: SegmentRequest, *, is_striped: bool = False) -> bytes:
+def backward_answer(segment: Segment, submitted: SegmentRequest) -> bytes:
     """Encodes the answer to a request for a backward, which has run, without its tensors."""
     result = _backward_result(segment, result_of(submitted.answer), submitted.arrived_at_s)
-    return segment_pb2.BackwardResponse(result=result, striped=is_striped).SerializeToString()
+    return segment_pb2.BackwardResponse(result=result).SerializeToString()
 
 
 def pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:

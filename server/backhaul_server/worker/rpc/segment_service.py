@@ -32,7 +32,6 @@ from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
 from backhaul_server.worker.rpc.segment_answers import (
-    Outgoing,
     backward_answer,
     joined,
     message_of,
@@ -40,7 +39,6 @@ from backhaul_server.worker.rpc.segment_answers import (
     pushed_answer,
     recompute_answer,
 )
-from backhaul_server.worker.rpc.stripes import StripedTransfers
 from backhaul_server.worker.rpc.uploads import TensorUpload
 
 MANY_PARTS = 2_048
@@ -55,15 +53,11 @@ class SegmentServicer(Servicer):
         engine: Runs requests for these segments.
         meter: Counts calls and bytes.
         audit: Gets an entry for each request that is denied.
-        transfers: The striped transfers in progress.
     """
 
-    def __init__(
-        self, worker: Worker, engine: SegmentEngine, meter: RpcMeter, audit: AuditLog, transfers: StripedTransfers
-    ) -> None:
+    def __init__(self, worker: Worker, engine: SegmentEngine, meter: RpcMeter, audit: AuditLog) -> None:
         super().__init__(worker, meter, audit)
         self._engine = engine
-        self._transfers = transfers
         self._waits = worker.device_waits
 
     @unary
@@ -179,13 +173,11 @@ class SegmentServicer(Servicer):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.RecomputeResponse(progress=progress)
             result = result_of(submitted.answer)
-            with (
-                self._engine.sending(session, result.bundle.size_bytes),
-                self._outgoing(session, request, result.bundle.tensors) as outgoing,
-            ):
-                answer = partial(recompute_answer, segment, submitted, is_striped=outgoing.is_striped)
+            placed = batches(result.bundle.tensors, self._shared_writer(session, request.answer))
+            with self._engine.sending(session, result.bundle.size_bytes):
+                answer = await _encoded(result, partial(recompute_answer, segment, submitted))
                 number = segment_pb2.RecomputeResponse.TENSORS_FIELD_NUMBER
-                async for message in messages_of(outgoing.batches, number, await _encoded(result, answer), self._waits):
+                async for message in messages_of(placed, number, answer, self._waits):
                     yield message
 
     @stream
@@ -198,13 +190,11 @@ class SegmentServicer(Servicer):
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.BackwardResponse(progress=progress)
             result = result_of(submitted.answer)
-            with (
-                self._engine.sending(segment.session, result.bundle.size_bytes),
-                self._outgoing(segment.session, carried.message, result.bundle.tensors) as outgoing,
-            ):
-                answer = partial(backward_answer, segment, submitted, is_striped=outgoing.is_striped)
+            placed = batches(result.bundle.tensors, self._shared_writer(segment.session, carried.message.answer))
+            with self._engine.sending(segment.session, result.bundle.size_bytes):
+                answer = await _encoded(result, partial(backward_answer, segment, submitted))
                 number = segment_pb2.BackwardResponse.TENSORS_FIELD_NUMBER
-                async for message in messages_of(outgoing.batches, number, await _encoded(result, answer), self._waits):
+                async for message in messages_of(placed, number, answer, self._waits):
                     yield message
 
     @open_stream
@@ -346,15 +336,11 @@ class SegmentServicer(Servicer):
             async for _ in self._until_computed(sums.values()):
                 self.session(session.id)
                 yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
-            result = segment_pb2.CollectGradientsResult(slots=sums)
-            tensors = list(sums.values())
-            with (
-                self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in tensors)),
-                self._outgoing(session, request, tensors) as outgoing,
-            ):
-                response = segment_pb2.CollectGradientsResponse(result=result, striped=outgoing.is_striped)
+            response = segment_pb2.CollectGradientsResponse(result=segment_pb2.CollectGradientsResult(slots=sums))
+            placed = batches(sums.values(), self._shared_writer(session, request.answer))
+            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in sums.values())):
                 encoded, number = response.SerializeToString(), response.TENSORS_FIELD_NUMBER
-                async for message in messages_of(outgoing.batches, number, encoded, self._waits):
+                async for message in messages_of(placed, number, encoded, self._waits):
                     yield message
 
     @stream
@@ -374,22 +360,6 @@ class SegmentServicer(Servicer):
     def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
         self._engine.sums(session).commit(commits.round, commits.first, backwards)
-
-    @contextmanager
-    def _outgoing(
-        self,
-        session: SessionState,
-        request: "segment_pb2.BackwardRequest | segment_pb2.RecomputeRequest | segment_pb2.CollectGradientsRequest",
-        outgoing_tensors: Sequence[OutgoingTensor],
-    ) -> Iterator["Outgoing"]:
-        """Yields the tensors of an answer. Lanes may take some of them, unless they go through shared memory."""
-        number = 0 if request.answer and session.memory is not None else request.stripes
-        with self._transfers.answering(session.id, number, outgoing_tensors) as striped:
-            if striped is None:
-                yield Outgoing(batches(outgoing_tensors, self._shared_writer(session, request.answer)))
-            else:
-                declaring, pieces = striped
-                yield Outgoing(itertools.chain((declaring,), pieces), is_striped=True)
 
     def _shared_writer(self, session: SessionState, answer: int) -> SharedWriter:
         """Returns a function that writes tensors of an answer to memory that the trainer shares.

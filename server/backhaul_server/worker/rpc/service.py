@@ -16,7 +16,6 @@ from backhaul_server.worker.rpc.access import caller
 from backhaul_server.worker.rpc.calls import Context, Servicer, handler_of, unary
 from backhaul_server.worker.rpc.meter import RpcMeter
 from backhaul_server.worker.rpc.segment_service import SegmentServicer
-from backhaul_server.worker.rpc.stripes import StripedTransfers
 from backhaul_server.worker.rpc.telemetry_service import TelemetryServicer
 from backhaul_server.worker.rpc.tensor_service import TensorServicer
 
@@ -92,12 +91,12 @@ class ProgramServicer(Servicer):
 
 def add_services(server: grpc.aio.Server, worker: Worker, audit: AuditLog) -> None:
     """Adds all of the worker's services to a server that has not been started."""
-    meter, transfers = RpcMeter(), StripedTransfers()
+    meter = RpcMeter()
     for file, servicer in (
         (session_pb2, SessionServicer(worker, meter, audit)),
         (program_pb2, ProgramServicer(worker, meter, audit)),
-        (tensor_pb2, TensorServicer(worker, meter, audit, transfers)),
-        (segment_pb2, SegmentServicer(worker, worker.engine, meter, audit, transfers)),
+        (tensor_pb2, TensorServicer(worker, meter, audit)),
+        (segment_pb2, SegmentServicer(worker, worker.engine, meter, audit)),
         (telemetry_pb2, TelemetryServicer(worker, meter, audit)),
     ):
         for service in file.DESCRIPTOR.services_by_name.values():

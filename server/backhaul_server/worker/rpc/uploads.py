@@ -44,15 +44,6 @@ class TensorUpload:
         """Sets the session that has sent the tensors of all following calls of `add`."""
         self._session, self._memory = session, session.memory
 
-    def expect_stripes(self) -> None:
-        """Lets pieces come in any order. Call it before the first message is added."""
-        self._receiver.is_striped = True
-
-    @property
-    def are_complete(self) -> bool:
-        """Whether all bytes of the tensors declared so far have arrived."""
-        return self._receiver.are_complete
-
     def _admit(self, layout: Layout) -> None:
         UPLOADED.check(len(self._are_shared) + 1)
         assert self._session is not None
