@@ -10,9 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from backhaul_runtime.errors import BackhaulError
-from backhaul_runtime.process.credentials import one_for_each, read_token
-from backhaul_runtime.process.discovery import parse_sources
-from backhaul_runtime.process.tls import files_of
+from backhaul_server.dashboard.collect.worker_options import add_credentials, read_workers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,19 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDR",
         help="workers to watch, as host:port, unix:/path, dns:///name:port or file:/path",
     )
-    parser.add_argument(
-        "--worker-token-file",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="file with the token of the workers: one for all, or one for each in their order",
-    )
-    parser.add_argument(
-        "--worker-tls",
-        metavar="DIR",
-        help="directory with tls.crt, tls.key and ca.crt, to speak TLS with the workers",
-    )
+    add_credentials(parser)
     parser.add_argument(
         "--once",
         action="store_true",
@@ -61,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the state until SIGINT or SIGTERM, or once. Returns the exit code."""
     try:
-        sources = parse_sources(",".join(arguments.worker))
-        files = one_for_each(arguments.worker_token_file, len(sources))
-        tokens = [read_token(file) if file else None for file in files]
-        tls = files_of(arguments.worker_tls)
+        sources, tokens, tls = read_workers(arguments)
     except BackhaulError as error:
         print(f"backhaul top: {error}", file=sys.stderr)
         return 2

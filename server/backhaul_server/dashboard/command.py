@@ -7,9 +7,8 @@ import sys
 
 from backhaul_runtime.errors import AddressError
 from backhaul_runtime.process.addresses import Address, parse_address
-from backhaul_runtime.process.credentials import one_for_each, read_token
-from backhaul_runtime.process.discovery import parse_sources
-from backhaul_runtime.process.tls import files_of
+from backhaul_runtime.process.credentials import read_token
+from backhaul_server.dashboard.collect.worker_options import add_credentials, read_workers
 from backhaul_server.dashboard.history.retention import RETENTION_DAYS, default_path, parse_retention
 
 HELP = "watch workers in a browser"
@@ -49,19 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="require the token in this file; needed to listen beyond this machine; `backhaul token FILE` makes one",
     )
-    parser.add_argument(
-        "--worker-token-file",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="FILE",
-        help="file with the token of the workers: one for all, or one for each in their order",
-    )
-    parser.add_argument(
-        "--worker-tls",
-        metavar="DIR",
-        help="directory with tls.crt, tls.key and ca.crt, to speak TLS with the workers",
-    )
+    add_credentials(parser)
     parser.add_argument(
         "--store",
         default=default_path(),
@@ -81,12 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code."""
     try:
-        sources = parse_sources(",".join(arguments.worker))
+        sources, tokens, tls = read_workers(arguments)
         address = parse_address(arguments.listen)
-        files = one_for_each(arguments.worker_token_file, len(sources))
-        tokens = [read_token(file) if file else None for file in files]
         token = read_token(arguments.token_file) if arguments.token_file is not None else None
-        tls = files_of(arguments.worker_tls)
         listener = _listen(address, has_token=token is not None)
     except (AddressError, ValueError, OSError) as error:
         print(f"backhaul dashboard: {error}", file=sys.stderr)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
 from sys import intern
-from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
 
@@ -19,25 +18,6 @@ REASONS_IN_ALL = 50
 _SAMPLES = 9  # the number of recent calls that medians are computed from
 
 _NOTABLE_DECISIONS = frozenset({"activations", "trainer", "kept"})
-
-Column = Literal[
-    "run",
-    "segment",
-    "calls",
-    "up_bytes",
-    "down_bytes",
-    "local_ms",
-    "remote_ms",
-    "wait_ms",
-    "overhead_ms",
-    "decision",
-    "reason",
-    "worker",
-    "fallbacks",
-    "mismatches",
-    "drift",
-    "retries",
-]
 
 
 @dataclass(slots=True)
@@ -182,13 +162,13 @@ class SegmentTable:
         row.take(call, lanes, at_s)
 
 
-def select(tables: Iterable[SegmentTable], text: str, sort: Column, *, descending: bool, reason: str = "") -> list[Row]:
+def select(tables: Iterable[SegmentTable], text: str, sort: str, *, descending: bool, reason: str = "") -> list[Row]:
     """Returns rows sorted by a column, then by segment.
 
     Args:
         tables: The tables of the runs that are shown.
         text: Text to find in the segment, decision, reasons or worker, ignoring case; "" for all rows.
-        sort: The column to sort by.
+        sort: The column to sort by, a field of `SegmentStatus` other than `reasons`.
         descending: Whether the largest value comes first.
         reason: An exact reason that a call of the row had; "" for all rows.
     """

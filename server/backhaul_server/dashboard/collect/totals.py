@@ -72,6 +72,11 @@ class Totals(NamedTuple):
         return 1e3 * seconds / self.steps if self.steps else None
 
     @property
+    def added_s(self) -> float:
+        """Time that workers added to the steps, in seconds."""
+        return self.wait_s + self.overhead_s
+
+    @property
     def transfer_s(self) -> float:
         """Time of uploads and downloads, in seconds."""
         return self.upload_s + self.download_s

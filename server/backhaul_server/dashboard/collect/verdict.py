@@ -25,7 +25,7 @@ def verdict(totals: Totals, peak_bytes: int, saved_bytes: int) -> RunVerdict:
         saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
     """
     saved_share = saved_bytes / (peak_bytes + saved_bytes) if peak_bytes else None
-    added_ms = totals.per_step_ms(totals.wait_s + totals.overhead_s)
+    added_ms = totals.per_step_ms(totals.added_s)
     spared_ms = totals.per_step_ms(totals.spared_s)
     is_worth_it, why = _judge(totals, saved_share)
     return RunVerdict(
@@ -60,7 +60,7 @@ def _judge(totals: Totals, saved_share: float | None) -> tuple[bool | None, str]
             "the checkpointed segments hold only a small part of the peak: checkpoint more of the model, or use larger "
             "batches"
         )
-    if totals.wait_s + totals.overhead_s <= totals.spared_s:
+    if totals.added_s <= totals.spared_s:
         return True, ""
     return False, _why_slow(totals)
 

@@ -16,12 +16,12 @@ from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.http.paging import cursor_of, page_of, read_cursor
 from backhaul_server.dashboard.http.parameters import (
     AnyRun,
+    ChosenRuns,
     Cursor,
+    GivenRange,
     Limit,
     Since,
-    SomeRuns,
     Until,
-    given_range,
     last_seconds,
 )
 from backhaul_server.dashboard.http.runs_api import add_run_routes
@@ -115,10 +115,8 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
 
     @app.get("/api/v1/events", tags=["events"])
     async def events(
-        run: AnyRun = "",
-        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
-        since_s: Since = None,
-        until_s: Until = None,
+        runs: ChosenRuns,
+        within: GivenRange,
         severity: Annotated[Severity, Query(description="The least severity", examples=["warning"])] = "info",
         text: Annotated[
             str,
@@ -137,9 +135,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
 
         With `run` or `runs`, events of these runs and those that concern no run in particular.
         """
-        within = given_range(since_s, until_s)
-        chosen = tuple(dict.fromkeys(runs)) or ((run,) if run else ())
-        wanted = EventSelection(limit + 1, chosen, within.since_s, within.until_s, severity, text)
+        wanted = EventSelection(limit + 1, tuple(runs), within.since_s, within.until_s, severity, text)
         if cursor:
             wanted = replace(wanted, before=read_cursor(cursor))
         listed = await sources.events(wanted)
@@ -159,6 +155,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
 
     @app.get("/api/v1/latency", tags=["memory and latency"], responses=MISSING)
     async def latencies(
+        of_steps: GivenRange,
         run: AnyRun = "",
         seconds: Annotated[int, Query(ge=10, le=KEPT_DURATIONS_S, description="How far back", examples=[300])] = 300,
         worker: Annotated[
@@ -173,6 +170,5 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
         calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
         asked = await sources.asked([run]) if run else [one for one in sources.watch.trainers if one.detail is not None]
-        of_steps = given_range(since_s, until_s)
         aligned = [(known, sources.watch.shift_s(known)) for known in asked if known is not None]
         return latency(calls, aligned, last_seconds(seconds, since_s, until_s), method, of_steps)

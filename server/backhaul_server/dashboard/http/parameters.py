@@ -1,11 +1,11 @@
 """The query parameters that several routes share."""
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from fastapi import HTTPException, Query
+from fastapi import Depends, HTTPException, Query
 
-from backhaul_server.dashboard.collect.segments import Column
+from backhaul_server.dashboard.schemas.segments import SegmentStatus
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
 RUN = "9f86d081884c7d65"
@@ -51,7 +51,11 @@ Reason = Annotated[
         examples=["the worker is gone"],
     ),
 ]
-Sort = Annotated[Column, Query(description="The column to sort by", examples=["wait_ms"])]
+if TYPE_CHECKING:
+    Column = str
+else:
+    Column = Literal[tuple(name for name in SegmentStatus.model_fields if name != "reasons")]
+Sort = Annotated[Column, Query(description="The column to sort by", examples=["calls"])]
 Descending = Annotated[bool, Query(description="Largest first", examples=[True])]
 Since = Annotated[
     float | None,
@@ -99,8 +103,19 @@ def last_seconds(seconds: float, since_s: float | None, until_s: float | None) -
     return TimeRange(begin_s, end_s)
 
 
-def given_range(since_s: float | None, until_s: float | None) -> TimeRange:
-    """Returns the range that a request names, or that of all times. Raises HTTPException 422 as `last_seconds` does."""
+def _given_range(since_s: Since = None, until_s: Until = None) -> TimeRange:
     if since_s is None and until_s is None:
         return EVER
     return last_seconds(LATEST_S, 0.0 if since_s is None else since_s, until_s)
+
+
+GivenRange = Annotated[TimeRange, Depends(_given_range)]
+"""The range that a request names, or that of all times."""
+
+
+def _some_or_any(run: AnyRun = "", runs: SomeRuns = []) -> list[str]:  # noqa: B006  FastAPI copies it
+    return list(dict.fromkeys(runs or filter(None, [run])))
+
+
+ChosenRuns = Annotated[list[str], Depends(_some_or_any)]
+"""The ids of the runs that a request names, each once; none for all runs."""

@@ -3,32 +3,30 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
-from fastapi import FastAPI, HTTPException, Path, Query, Response
+from fastapi import Depends, FastAPI, HTTPException, Path, Query, Response
 from fastapi.responses import StreamingResponse
 
-from backhaul_server.dashboard.collect.segments import Row, reasons_of, select
+from backhaul_server.dashboard.collect.segments import Row, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.history.selection import RunSelection
 from backhaul_server.dashboard.http.error_answers import MISSING
 from backhaul_server.dashboard.http.paging import cursor_of, read_cursor
 from backhaul_server.dashboard.http.parameters import (
     RUN,
-    AnyRun,
+    ChosenRuns,
     Cursor,
     Descending,
     Filter,
+    GivenRange,
     Limit,
     OneRun,
     Reason,
-    Since,
     SomeRuns,
     Sort,
     Steps,
-    Until,
-    given_range,
 )
 from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.schemas.pages import RunPage
@@ -48,16 +46,33 @@ class CsvResponse(StreamingResponse):
     media_type = "text/csv"
 
 
+@dataclass
+class SegmentSelection:
+    """Which segments a request wants, and in which order."""
+
+    runs: ChosenRuns
+    text: Filter = ""
+    reason: Reason = ""
+    sort: Sort = "segment"
+    descending: Descending = False
+
+    def of(self, tables: Iterable[SegmentTable]) -> list[Row]:
+        """Returns the wanted rows of these tables."""
+        return select(tables, self.text, self.sort, descending=self.descending, reason=self.reason)
+
+
+ShownSegments = Annotated[SegmentSelection, Depends()]
+
+
 def add_run_routes(app: FastAPI, sources: Sources) -> None:
     """Adds the routes to the application."""
 
     @app.get("/api/v1/timeline", tags=["steps and segments"], responses=MISSING)
     async def last(
+        within: GivenRange,
         run: OneRun = "",
         runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
         steps: Steps = 3,
-        since_s: Since = None,
-        until_s: Until = None,
     ) -> Timeline:
         """The last steps of one run, or of several on one axis, as lanes of bars. Bars of one row never overlap.
 
@@ -69,7 +84,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         if not asked and newest is not None:
             asked = [newest]
         aligned = [(known, sources.watch.alignment(known)) for known in asked if known is not None]
-        return timeline(aligned, steps, given_range(since_s, until_s), asked.count(None))
+        return timeline(aligned, steps, within, asked.count(None))
 
     @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses=MISSING)
     async def trace(
@@ -101,18 +116,13 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
 
     @app.get("/api/v1/segments", tags=["steps and segments"], responses=MISSING)
     async def segments(
-        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
-        run: AnyRun = "",
-        text: Filter = "",
-        reason: Reason = "",
-        sort: Sort = "segment",
-        descending: Descending = False,
+        shown: ShownSegments,
         offset: Annotated[int, Query(ge=0, lt=2**31, description="Rows to leave out", examples=[0])] = 0,
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> SegmentList:
         """The cost of each segment, the place of its recomputation, and the reason for it."""
-        tables, note = await sources.tables(runs or filter(None, [run]))
-        rows = select(tables, text, sort, descending=descending, reason=reason)
+        tables, note = await sources.tables(shown.runs)
+        rows = shown.of(tables)
         return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit, note)
 
     @app.get(
@@ -121,21 +131,12 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         tags=["steps and segments"],
         responses=MISSING,
     )
-    async def segments_csv(
-        runs: SomeRuns = [],  # noqa: B006  FastAPI copies it
-        run: AnyRun = "",
-        text: Filter = "",
-        reason: Reason = "",
-        sort: Sort = "segment",
-        descending: Descending = False,
-    ) -> CsvResponse:
+    async def segments_csv(shown: ShownSegments) -> CsvResponse:
         """All rows of the table of segments, for spreadsheets."""
-        names = runs or list(filter(None, [run]))
-        tables, _ = await sources.tables(names)
-        rows = select(tables, text, sort, descending=descending, reason=reason)
-        name = f"backhaul-segments-{names[0]}.csv" if names else "backhaul-segments.csv"
+        tables, _ = await sources.tables(shown.runs)
+        name = f"backhaul-segments-{shown.runs[0]}.csv" if shown.runs else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-        return CsvResponse(_lines(rows), headers=headers)
+        return CsvResponse(_lines(shown.of(tables)), headers=headers)
 
     @app.get("/api/v1/runs", tags=["runs"])
     async def runs(
@@ -166,12 +167,11 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
     @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses=MISSING)
     async def steps(
         run: RunOfPath,
+        within: GivenRange,
         points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
-        since_s: Since = None,
-        until_s: Until = None,
     ) -> RunSeries:
         """The steps of a run over time: duration, the trainer's peak memory, moved bytes and loss."""
-        return await sources.series(run, points, given_range(since_s, until_s))
+        return await sources.series(run, points, within)
 
 
 async def _lines(rows: Iterable[Row]) -> AsyncIterator[str]:

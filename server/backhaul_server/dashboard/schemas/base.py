@@ -1,7 +1,7 @@
-"""The base of all answers: how they are made, and the example that each of them has."""
+"""The base of all answers: how they are made of what has fields of the same names."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self, get_args, get_origin
+from typing import Self
 
 from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,37 +13,17 @@ class ErrorDetail(BaseModel):
     detail: str = Field(description="What is wrong, and what to do", examples=['no run "x" has reported'])
 
 
-def example_of(model: type[BaseModel]) -> dict[str, Any]:
-    """Returns an example of a model, built from those of its fields. Raises KeyError for a field without an example."""
-    example = {}
-    for name, field in model.model_fields.items():
-        kinds = (field.annotation, *get_args(field.annotation))
-        inner = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if field.examples:
-            example[name] = field.examples[0]
-        elif inner is not None:
-            is_list = get_origin(field.annotation) is list
-            example[name] = [example_of(inner)] if is_list else example_of(inner)
-        else:
-            raise KeyError(f"{model.__name__}.{name} has no example")
-    return example
-
-
-def _with_example(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    schema["examples"] = [example_of(model)]
-
-
 class Schema(BaseModel):
-    """A model that OpenAPI shows with an example, and whose fields can be copied by their names."""
+    """An answer, whose fields can be copied by their names."""
 
-    model_config = ConfigDict(json_schema_extra=_with_example, json_schema_serialization_defaults_required=True)
+    model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
     @classmethod
     def of(cls, *sources: object, **given: object) -> Self:
         """Returns an answer with the given fields. All other fields come from the first source that has them.
 
-        `wait_ms` also comes from `wait_s`, in seconds. A field that no source has, or that is optional in a message of
-        protobuf and not set, has its default or None. Raises ValidationError if its type does not allow None.
+        `duration_ms` also comes from `duration_s`, in seconds. A field that no source has, or that is optional in a
+        message of protobuf and not set, has its default or None. Raises ValidationError if its type forbids None.
 
         Args:
             sources: Objects or messages with fields of the same names; None counts as one without fields.

@@ -29,7 +29,7 @@ def overview(watch: Watch, now_s: float, history_error: str) -> Overview:
         steps_per_s=sum(_steps_per_s(run, now_s) for run in runs) if is_answered else None,
         saved_bytes=min(LARGEST, sum(run.last_step.saved_bytes for run in running)) if running else None,
         peak_saved_bytes=min(LARGEST, sum(run.last_step.peak_saved_bytes for run in running)) if running else None,
-        added_ms_per_step=cost.per_step_ms(cost.wait_s + cost.overhead_s - cost.spared_s),
+        added_ms_per_step=cost.per_step_ms(cost.added_s - cost.spared_s),
         wait_ms_per_step=cost.per_step_ms(cost.wait_s),
         overhead_ms_per_step=cost.per_step_ms(cost.overhead_s),
         spared_ms_per_step=cost.per_step_ms(cost.spared_s),
