@@ -131,9 +131,9 @@ def test_one_computation_for_a_request_that_is_repeated() -> None:
         both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
         again = await backward(worker, session, segment)
         assert both[0] is both[1] is again
-        assert worker.engine.recomputed == 1
+        assert worker.engine.work.recomputed == 1
         assert await backward(worker, session, segment, Key("backward", 2)) is not again
-        assert worker.engine.recomputed == 2
+        assert worker.engine.work.recomputed == 2
 
     with_worker(test)
 
@@ -226,7 +226,7 @@ def test_a_segment_released_while_it_waits_is_not_run() -> None:
         worker.release(session, [1])
         with pytest.raises(SegmentUnknownError):
             await request
-        while len(worker.engine.executor):
+        while len(worker.engine._executor):
             await asyncio.sleep(0.01)
         assert worker.store.usage().working == 0
 
@@ -255,7 +255,7 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
             were_ready: set[int] = set()
             for number in range(turn, turn + 4):
                 await saved(worker, session, number, float(number))
-                while not worker.engine.executor.is_idle:
+                while not worker.engine._executor.is_idle:
                     await asyncio.sleep(0)
                 are_ready = {n for n, segment in session.segments.items() if segment.ready is not None}
                 were_ready |= are_ready

@@ -56,7 +56,7 @@ def test_a_run_that_a_release_ends() -> None:
         await asyncio.wait([asking])
         assert isinstance(asking.exception(), SegmentUnknownError)
         del asking
-        while len(worker.engine.executor):
+        while len(worker.engine._executor):
             await asyncio.sleep(0.001)
         assert (used[0](), reference()) == (None, None)
 

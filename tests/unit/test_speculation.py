@@ -44,7 +44,10 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
     for number, value in enumerate(values, start=1):
         address = put(worker, session, torch.full((4,), value))
         predecessors = {0: (number - 1, 0)} if number > 1 else {}
-        assert worker.save(session, number, program, [address], [0], [], "square", False, predecessors) == (False, [])
+        assert worker.save(session, number, program, [address], [0], [], "square", False, predecessors) == (
+            False,
+            [],
+        )
     return [worker.segment(session, number) for number in range(1, len(values) + 1)]
 
 
@@ -64,7 +67,7 @@ async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, 
 
 
 async def idle(worker: Worker) -> None:
-    while not worker.engine.executor.is_idle:
+    while not worker.engine._executor.is_idle:
         await asyncio.sleep(0)
 
 
@@ -77,7 +80,7 @@ def test_a_speculative_backward_from_the_right_gradients_is_the_answer() -> None
             expected = gradient * 2 * value
             gradient = await backward(worker, segment, gradient, runs_anew=False)
             assert torch.equal(gradient, expected)
-        assert (worker.engine.speculation.hits, worker.engine.speculation.misses, worker.engine.recomputed) == (2, 0, 3)
+        assert (worker.engine.work.hits, worker.engine.work.misses, worker.engine.work.recomputed) == (2, 0, 3)
         assert worker.store.usage().working == 0
 
     with_worker(test)
@@ -97,7 +100,7 @@ def test_a_run_evicts_no_replay_that_it_takes_over_itself() -> None:
             put(worker, segments[0].session, torch.ones((free_bytes() // part - ENTRY_BYTES) // 4))
         first = segments[0].footprint
         assert free_bytes() < first.run_bytes - first.ready_bytes
-        assert worker.engine.speculation.start_run(segments[0], first.run_bytes) is not None
+        assert worker.engine._start_run(segments[0], first.run_bytes) is not None
         assert [segment.machine.phase for segment in segments] == [Phase.READY, Phase.SAVED, Phase.READY]
         assert segments[0].ready is not None
 
@@ -111,7 +114,7 @@ def test_a_speculative_backward_from_other_gradients_is_discarded() -> None:
         await idle(worker)
         gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 2.0))
-        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
+        assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
         assert worker.store.usage().working == 0
 
     with_worker(test)
@@ -138,7 +141,7 @@ def test_other_ambient_settings_are_another_request() -> None:
             start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
         perform = partial(segment_runs.backward, start=start, gradients={0: gradient})
         await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
-        assert (worker.engine.speculation.hits, worker.engine.speculation.misses) == (0, 1)
+        assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
 
     with_worker(test)
 
@@ -179,7 +182,7 @@ def test_a_released_predecessor_is_skipped() -> None:
         worker.release(segments[0].session, [1])
         await backward(worker, segments[1], torch.ones(4), runs_anew=True)
         await idle(worker)
-        assert worker.engine.recomputed == 1
+        assert worker.engine.work.recomputed == 1
 
     with_worker(test)
 
@@ -189,13 +192,13 @@ def test_short_speculative_backwards_share_a_job(monkeypatch: pytest.MonkeyPatch
         segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
         await idle(worker)
         jobs: list[int] = []
-        run_backward = worker.engine.speculation.run_backward
+        run_backwards = worker.engine._run_backwards
 
-        def noted(first: Segment) -> Any:
+        def noted(first: Segment) -> None:
             jobs.append(first.id)
-            return run_backward(first)
+            run_backwards(first)
 
-        monkeypatch.setattr(worker.engine.speculation, "run_backward", noted)
+        monkeypatch.setattr(worker.engine, "_run_backwards", noted)
         queue = segments[0].session.open_push_queue()
         await backward(worker, segments[3], torch.ones(4), runs_anew=True)
         await idle(worker)
@@ -338,7 +341,7 @@ def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_ear
         assert segment.inputs is not None
         assert (segment.ready is replayed) is (is_right and not is_early)
         assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
-        assert worker.engine.speculation.misses == (not is_right and not is_early)
+        assert worker.engine.work.misses == (not is_right and not is_early)
         worker.release(session, [1])
         worker.close_session(session.id)
         usage = worker.store.usage()
@@ -358,7 +361,7 @@ def test_a_mispredicted_segment_is_replaced() -> None:
         segment = worker.segment(session, 1)
         gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
         assert torch.equal(gradient, torch.full((4,), 6.0))
-        assert worker.engine.speculation.misses == 1
+        assert worker.engine.work.misses == 1
         await idle(worker)
         worker.release(session, [1])
         worker.close_session(session.id)

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from time import time
+from dataclasses import dataclass, replace
+from time import monotonic, time
 
 from torch import Tensor
 
@@ -30,12 +30,14 @@ from backhaul_server.worker.engine.segment_machine import (
     Free,
     Instruction,
     Key,
+    Phase,
     ReplayAhead,
     Run,
     SpeculateBackward,
 )
 from backhaul_server.worker.engine.segment_runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
-from backhaul_server.worker.engine.speculation import Speculator
+from backhaul_server.worker.engine.speculation import LIMIT_S, Keep, ReplayAgain, Speculator, short_predecessors
+from backhaul_server.worker.engine.speculative_runs import SpeculativeBackwards, SpeculativeReplay
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 from backhaul_server.worker.limits import ALL_REQUESTS, ANSWERS, REQUESTS
@@ -49,6 +51,25 @@ SENDING_BYTES = 2 << 20
 """Upper bound of the memory that one answer takes while it is sent: a written message, and one in gRPC's buffers."""
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of an engine so far, and what waits for it.
+
+    Attributes:
+        recomputed: Number of requests that were answered with a result.
+        hits: Number of those that a speculative backward answered.
+        misses: Number of speculative backwards that ran on other inputs than the request's, and of mispredicted calls.
+        jobs: Number of jobs that wait or run.
+        busy_s: Seconds that jobs have run since the start, with the one that runs now.
+    """
+
+    recomputed: int
+    hits: int
+    misses: int
+    jobs: int
+    busy_s: float
+
+
 class SegmentEngine:
     """Runs the segments of all sessions on one device, and keeps their results until they were sent.
 
@@ -57,11 +78,6 @@ class SegmentEngine:
         schedule: Decides which segments are replayed before they are requested.
         run_limit_s: Seconds that a run may take.
         overdue: The callback of `Executor` for a job that cannot be stopped.
-
-    Attributes:
-        speculation: Runs replays and backwards before they are requested, and counts how many were of use.
-        executor: The thread that runs all programs.
-        recomputed: Number of requests that were answered with a result.
     """
 
     def __init__(
@@ -71,9 +87,9 @@ class SegmentEngine:
         run_limit_s: float,
         overdue: Callable[[Job], None],
     ) -> None:
-        self.executor = Executor(self._next_job, overdue, run_limit_s)
-        self.speculation = Speculator(store, schedule, self._carry_out, self.executor)
-        self.recomputed = 0
+        self._executor = Executor(self._next_job, overdue, run_limit_s)
+        self._speculator = Speculator(schedule)
+        self._recomputed = 0
         self._run_limit_s = run_limit_s
         self._requests = 0
         self._store = store
@@ -82,7 +98,7 @@ class SegmentEngine:
 
     async def close(self) -> None:
         """Waits until the running job has ended, and drops the others."""
-        await self.executor.close()
+        await self._executor.close()
 
     def add(self, segment: Segment, need_bytes: int, source_bytes: int, *, is_expected: bool) -> None:
         """Adds a segment that was saved.
@@ -93,13 +109,17 @@ class SegmentEngine:
             source_bytes: Bytes of the tensors that no other segment names.
             is_expected: Whether the trainer will request it, so that a replay is of use.
         """
-        self.speculation.add(segment, need_bytes, source_bytes)
+        self._speculator.add(segment, need_bytes, source_bytes)
         if is_expected:
-            self.speculation.schedule_replay(segment)
+            self._expect(segment)
+
+    def _expect(self, segment: Segment) -> None:
+        if self._speculator.expect(segment):
+            self._executor.wake()
 
     def reject(self, segment: Segment) -> None:
         """Frees a predicted segment whose call was another one."""
-        self.speculation.misses += 1
+        self._speculator.misses += 1
         self.release(segment)
 
     def confirm(
@@ -116,28 +136,28 @@ class SegmentEngine:
         segment.inputs = replace(segment.inputs, generator_states=generator_states)
         segment.predecessors, segment.is_confirmed = predecessors, True
         if segment.ready is not None and not segment.matches_recorded_rng(segment.ready):
-            self.speculation.mispredicted(segment)
+            self._speculator.mispredicted(segment)
             segment.machine.dropped()
-            self.speculation.drop_replay(segment)
-        self.speculation.schedule_replay(segment)
+            self._drop_replay(segment)
+        self._expect(segment)
 
     def announced(self, session: SessionState, segment_ids: Sequence[int]) -> None:
         """Schedules replays of the segments that the trainer will request next, in order. Ignores unknown segments."""
         self._schedule.announced(session.id, segment_ids)
         for segment in filter(None, map(session.segments.get, segment_ids)):
-            self.speculation.schedule_replay(segment)
+            self._expect(segment)
 
     def release(self, segment: Segment) -> None:
         """Frees a segment. A run that is in progress ends at its next op."""
         # A trainer that releases a segment whose result was pushed has used that result instead of a request.
         if segment.speculation is not None and segment.speculation.was_pushed:
-            self.speculation.hits += 1
-            self.recomputed += 1
+            self._speculator.hits += 1
+            self._recomputed += 1
         self._carry_out(segment, segment.machine.released())
-        self.executor.wake()
+        self._executor.wake()
 
     def __len__(self) -> int:
-        return len(self.speculation.segments)
+        return len(self._speculator.segments)
 
     def close_session(self, session: SessionState) -> None:
         """Forgets a session whose segments were released, with its gradient sums."""
@@ -150,16 +170,19 @@ class SegmentEngine:
         """Returns the gradients that the worker has added up for a session's trainer."""
         sums = self._sums.get(session.id)
         if sums is None:
-            sums = self._sums[session.id] = GradientSums(session, self._store, self.executor)
+            sums = self._sums[session.id] = GradientSums(session, self._store, self._executor)
         return sums
 
     @property
     def is_busy(self) -> bool:
         """Whether a job runs or waits, or gradient sums exist that their trainer has not collected and would lose."""
-        return len(self.executor) > 0 or any(sums.are_awaited for sums in self._sums.values())
+        return len(self._executor) > 0 or any(sums.are_awaited for sums in self._sums.values())
 
-    def _next_job(self) -> Job | None:
-        return self.speculation.next_job()
+    @property
+    def work(self) -> Work:
+        """What the engine has done and has to do."""
+        counts = self._speculator
+        return Work(self._recomputed, counts.hits, counts.misses, len(self._executor), self._executor.busy_s)
 
     def request(
         self,
@@ -204,7 +227,7 @@ class SegmentEngine:
 
     def progress(self, segment: Segment) -> tuple[bool, float]:
         """Returns whether the segment's job runs, and else the expected seconds of work queued before it."""
-        return self.executor.position(segment.job)
+        return self._executor.position(segment.job)
 
     @contextmanager
     def answering(self, segment: Segment, key: Key) -> Iterator[None]:
@@ -251,7 +274,7 @@ class SegmentEngine:
             yield
         finally:
             self._store.end_sending(session, charged)
-            self.executor.wake()
+            self._executor.wake()
 
     @contextmanager
     def collecting(self, session: SessionState) -> Iterator[None]:
@@ -268,7 +291,7 @@ class SegmentEngine:
             yield
         finally:
             session.answers -= 1
-            self.executor.wake()
+            self._executor.wake()
 
     def keep_gradients(self, session: SessionState, addresses: Iterable[bytes]) -> None:
         """Keeps cached gradients for the session's next requests, and frees all but the last `KEPT_GRADIENTS`."""
@@ -300,9 +323,9 @@ class SegmentEngine:
         for instruction in instructions:
             match instruction:
                 case ReplayAhead():
-                    segment.job = self.speculation.replay(segment)
+                    self._replay(segment)
                 case SpeculateBackward():
-                    segment.job = self.speculation.run_backward(segment)
+                    self._run_backwards(segment)
                 case Run(key):
                     self._run(segment, key)
                 case Answer():
@@ -310,17 +333,26 @@ class SegmentEngine:
                 case AnswerError(key):
                     self._fail(segment, key, _released(segment))
                 case DropReplay():
-                    self.speculation.drop_replay(segment)
+                    self._drop_replay(segment)
                 case ForgetResult(key):
                     self._store.forget_result((segment.key, key))
                     segment.requests.pop(key, None)
                 case Free():
-                    segment.bounds.set(_released(segment))
-                    self.speculation.remove(segment)
-                    self._store.detach(segment.key)
-                    self.sums(segment.session).released(segment.id)
-                    if segment.session.segments.pop(segment.id, None) is not None:
-                        segment.session.named_sources -= len(segment.addresses) - 1
+                    self._free(segment)
+
+    def _free(self, segment: Segment) -> None:
+        segment.bounds.set(_released(segment))
+        self._speculator.remove(segment)
+        for derivation in segment.inputs.derivations if segment.inputs is not None else ():
+            if derivation.origin.inputs is not None:
+                derivation.origin.inputs.successors.remove(derivation)
+        # A job of the segment may still wait in the queue or run. It must find no inputs, and must not keep them alive.
+        segment.inputs = segment.speculation = None
+        self._store.free_ready(segment.key)
+        self._store.detach(segment.key)
+        self.sums(segment.session).released(segment.id)
+        if segment.session.segments.pop(segment.id, None) is not None:
+            segment.session.named_sources -= len(segment.addresses) - 1
 
     def _cache_gradients(self, session: SessionState, result: RunResult) -> None:
         """Caches the gradients that the trainer may name from now on, because the result told it their addresses."""
@@ -334,23 +366,19 @@ class SegmentEngine:
 
     def _run(self, segment: Segment, key: Key) -> None:
         request = segment.requests[key]
-        speculation, segment.speculation = segment.speculation, None
-        if speculation is not None and speculation.result is not None:
-            if speculation.inputs == request.backward_inputs:
-                # The speculative backward started from exactly these inputs, so its result is the answer.
-                self.speculation.hits += 1
-                request.perform = None
-                self._store.free_ready(segment.key)
-                self._schedule.started(segment.key)
-                self._done(segment, key, request, speculation.result)
-                self._carry_out(segment, segment.machine.ran(key, succeeded=True))
-                return
-            self.speculation.misses += 1
+        speculative = self._speculator.take(segment, request.backward_inputs)
+        if speculative is not None:
+            request.perform = None
+            self._store.free_ready(segment.key)
+            self._schedule.started(segment.key)
+            self._done(segment, key, request, speculative)
+            self._carry_out(segment, segment.machine.ran(key, succeeded=True))
+            return
         outcome: list[RunResult | BackhaulError] = []
         charged: list[int] = []
 
         def begin() -> bool:
-            charged_bytes = self.speculation.start_run(segment, segment.run_bytes)
+            charged_bytes = self._start_run(segment, segment.run_bytes)
             if charged_bytes is not None:
                 charged.append(charged_bytes)
             return charged_bytes is not None
@@ -375,14 +403,109 @@ class SegmentEngine:
                 self._fail(segment, key, result)
             self._carry_out(segment, segment.machine.ran(key, succeeded=isinstance(result, RunResult)))
             if isinstance(result, RunResult) and request.backward_inputs is not None:
-                self.speculation.predict_backwards(segment, result, request.backward_inputs)
+                self._speculator.predict_backwards(segment, result, request.backward_inputs)
 
         segment.job = job_of(segment.session, begin, work, end, request.expected_s, segment.name)
-        self.executor.submit(segment.job)
+        self._executor.submit(segment.job)
+
+    def _start_run(self, segment: Segment, most_bytes: int) -> int | None:
+        """Charges a run that begins now. Returns the charged bytes, or None if an answer has to be sent first."""
+        return self._store.start_run(segment.key, most_bytes, lambda: self._schedule.started(segment.key))
+
+    # Speculative work
+
+    def _next_job(self) -> Job | None:
+        """Returns the speculative job to run now, with its memory charged; None if there is none."""
+        step = self._speculator.next(self._store.room_for_replays())
+        if step is None:
+            return None
+        for evicted in step.evicts:
+            self._store.drop_ready(evicted)
+        machine = step.segment.machine
+        instructions = machine.speculate() if machine.phase is Phase.READY else machine.replay_ahead()
+        self._carry_out(step.segment, instructions)
+        return step.segment.job
+
+    def _start_speculative(self, segment: Segment, most_bytes: int) -> int:
+        """Charges a speculative run. The caller has found room for it in the same turn of the event loop."""
+        charged = self._start_run(segment, most_bytes)
+        # Else the replay would stay evictable while it runs, and `dropped` is illegal then.
+        assert charged is not None, "the schedule promised room that the store does not have"
+        return charged
+
+    def _replay(self, segment: Segment) -> None:
+        charged = self._start_speculative(segment, segment.footprint.replay_bytes)
+        is_measured = not self._speculator.is_measured(segment)
+        run = SpeculativeReplay(segment, charged, self._must_yield(), is_measured=is_measured)
+
+        def end() -> None:
+            segment.job = None  # the job refers to the segment: the cycle would keep both alive
+            self._store.end_run(charged)
+            for instruction in self._speculator.replayed(segment, run.take()):
+                match instruction:
+                    case Keep():
+                        self._keep(instruction)
+                    case ReplayAgain():
+                        self._expect(segment)
+
+        segment.job = job_of(segment.session, lambda: True, run.work, end, name=segment.name)
+
+    def _run_backwards(self, segment: Segment) -> None:
+        """Makes the job of a segment that has a replay, and of those predecessors whose backwards are short."""
+        chain, charged = [segment], [self._start_speculative(segment, segment.footprint.run_bytes)]
+        for predecessor in short_predecessors(segment):
+            if not self._store.has_room(predecessor.footprint.run_bytes):
+                break
+            predecessor.machine.speculate()
+            chain.append(predecessor)
+            charged.append(self._start_speculative(predecessor, predecessor.footprint.run_bytes))
+        run = SpeculativeBackwards(chain, charged, self._must_yield())
+
+        def end() -> None:
+            for member, charged_bytes in zip(chain, charged, strict=True):
+                member.job = None  # the job refers to the segment: the cycle would keep both alive
+                self._store.end_run(charged_bytes)
+            for instruction in self._speculator.ran_backwards(chain, run.made):
+                self._keep(instruction)
+            # Not before all are kept, which would overwrite the prediction for the next member of the chain.
+            for member, speculation in zip(chain, run.made, strict=False):
+                if member.inputs is not None and speculation.result is not None:
+                    self._speculator.predict_backwards(member, speculation.result, speculation.inputs)
+                    member.session.push(member)
+
+        job = job_of(segment.session, lambda: True, run.work, end, name=segment.name)
+        for member in chain:
+            member.job = job
+
+    def _must_yield(self) -> Callable[[], bool]:
+        """Returns a function that says whether a run that begins now must end because a request waits."""
+        executor, until_s = self._executor, monotonic() + LIMIT_S
+        return lambda: executor.has_waiting and monotonic() > until_s
+
+    def _keep(self, left: Keep) -> None:
+        """Charges what speculative work has left, and goes on with requests that waited for its end."""
+        segment = left.segment
+
+        def drop() -> None:
+            segment.machine.dropped()
+            self._speculator.forget_ready(segment)
+
+        if left.held_bytes is not None:
+            self._store.keep_ready(segment.key, left.held_bytes, drop)
+            self._schedule.ready(segment.key, left.held_bytes, is_done=left.is_done)
+        elif segment.inputs is not None:
+            self._schedule.abandoned(segment.key)
+        self._carry_out(segment, segment.machine.replayed(succeeded=left.held_bytes is not None))
+
+    def _drop_replay(self, segment: Segment) -> None:
+        self._store.free_ready(segment.key)
+        self._speculator.forget_ready(segment)
+
+    # Answers
 
     def _done(self, segment: Segment, key: Key, request: SegmentRequest, result: RunResult) -> None:
         """Answers a request, and stores the result for repeated requests."""
-        self.recomputed += 1
+        self._recomputed += 1
         self._count_answer(segment)
         if request.keep is not None and segment.inputs is not None:
             sums = self.sums(segment.session)

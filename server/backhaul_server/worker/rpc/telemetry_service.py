@@ -57,6 +57,7 @@ class TelemetryServicer(Servicer):
         # gRPC calls it when the client has read the answer. The type stub declares a class instead of a callable.
         context.add_done_callback(lambda _: self._was_read(peer))  # type: ignore[arg-type]
         worker, usage, now = self.worker, self.worker.store.usage(), monotonic()
+        work = worker.engine.work
         account = self.account
         seen = None if account.sees_all else account.name
         reports, has_more = self._reports.after(request.after_report if request.epoch == worker.epoch else 0, seen)
@@ -98,18 +99,18 @@ class TelemetryServicer(Servicer):
                 )
                 for name, rpc in sorted(self.meter.methods.items())
             ],
-            recomputed_segments=worker.engine.recomputed,
+            recomputed_segments=work.recomputed,
             received_bytes=self.meter.bytes["received"],
             sent_bytes=self.meter.bytes["sent"],
-            queued_requests=len(worker.engine.executor),
+            queued_requests=work.jobs,
             fingerprint=fingerprint(worker.device),
             last_error=last_error,
             last_error_at_s=last_error_at_s,
             has_more_reports=has_more,
-            speculation_hits=worker.engine.speculation.hits,
-            speculation_misses=worker.engine.speculation.misses,
+            speculation_hits=work.hits,
+            speculation_misses=work.misses,
             accelerator=self._accelerator.latest(),
-            busy_s=worker.engine.executor.busy_s,
+            busy_s=work.busy_s,
             spared_bytes=worker.spared_bytes,
             clock_s=time(),
         )
