@@ -19,7 +19,7 @@ class LinkRecord:
     """One link, as its trainer reported it.
 
     Attributes:
-        last: The last report.
+        last: The link as its trainer reported it last.
         heard_at_s: When it arrived, by this process's clock.
         traffic: The bytes sent and received since the run began, over time by the trainer's clock.
     """
