@@ -14,6 +14,7 @@ from backhaul._backward.lineage import Copies
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._config import Config
+from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import CallSite, PendingCall
 from backhaul._forward.checkpoint import run_segment
 from backhaul._observe.report import Journal, Report
@@ -41,7 +42,7 @@ from support.devices import DEVICE
 
 
 class LoopbackSegment:
-    """See `backhaul._backward.frame.RemoteSegment`."""
+    """See `backhaul._backward.remote_side.RemoteSegment`."""
 
     def __init__(self, work: SegmentInputs, remote: "Loopback") -> None:
         self.work = work
@@ -95,7 +96,7 @@ class LoopbackSegment:
 
 
 class LoopbackTensors:
-    """See `backhaul._backward.frame.Incoming`."""
+    """See `backhaul._backward.remote_side.SavedTensorStream`."""
 
     def __init__(self, saved: Recomputed, tensors: dict[int, Tensor]) -> None:
         self.saved = saved
@@ -109,7 +110,7 @@ class LoopbackTensors:
 
 
 class Loopback:
-    """Has what tests need of a session.
+    """Has what tests need of a session, and what a call needs of a dispatcher.
 
     Args:
         records_choices: As for a worker of other hardware.
@@ -171,7 +172,7 @@ class Loopback:
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)
-        return run_segment(self, function, args, kwargs, options)
+        return run_segment(cast(Dispatcher, self), function, args, kwargs, options)
 
     def report(self) -> Report:
         return self.journal.report()

@@ -1,4 +1,7 @@
-"""What a frame expects of a segment that a worker stores."""
+"""What a frame expects of a segment that a worker stores.
+
+`_worker_client` implements the two protocols, each once. They are here because its layer is above that of frames.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -43,7 +43,7 @@ _BACKWARD_FACTOR = 3.0  # a replay, and a backward of twice the cost of a forwar
 
 
 class Dispatcher:
-    """Distributes the segments of a session to its workers: a `Destination`. Thread-safe.
+    """Distributes the segments of a session to its workers. Thread-safe.
 
     Args:
         config: The settings of the session.
@@ -52,6 +52,11 @@ class Dispatcher:
         copies: The copies of tensors that the session keeps.
         is_closed: Returns whether the session is closed, or this process is the child of a fork.
         follow: Called with the device of each segment, before a worker is chosen for it.
+
+    Attributes:
+        journal: Counts calls by name.
+        telemetry: Reports calls; None if telemetry is off.
+        copies: The copies of tensors that the trainer keeps.
     """
 
     def __init__(
@@ -99,7 +104,10 @@ class Dispatcher:
         return True
 
     def records_choices(self, device_types: Iterable[str]) -> bool:
-        """Whether a usable worker computes other bits than a device of these types of this trainer does."""
+        """Whether a usable worker computes other bits than a device of these types of this trainer does.
+
+        See NOTE [Recorded choices].
+        """
         if self._config.numerics == "exact" or self._is_closed():
             return False
         up = [(worker, worker_session) for worker in self._workers if (worker_session := worker.up) is not None]
@@ -136,12 +144,18 @@ class Dispatcher:
 
     @property
     def fixed(self) -> FixedDigests | None:
-        """The digests of the block that the calling thread has open; None if it has none."""
+        """Digests of parameters, while the calling thread has a block open in which they must not change; else None."""
         thread, fixed = self._fixed or (0, None)
         return fixed if thread == threading.get_ident() else None
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
-        """Sends the inputs of a call that begins now, if its program can be predicted."""
+        """Sends the inputs of a call that begins now, if its program can be predicted.
+
+        Args:
+            call: The call, whose recording is still empty.
+            fn: The function that will be called.
+            arguments: The tensors among its arguments.
+        """
         pending = PendingCall(self._sites.of(fn, self._placement.position), arguments, fn)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
@@ -167,7 +181,16 @@ class Dispatcher:
         return pending
 
     def save(self, segment: RecordedSegment, pending: PendingCall, forward: Duration) -> tuple[SavedSegment, Program]:
-        """Queues a segment for a worker. Raises Refusal if no worker takes it."""
+        """Queues a segment for a worker. Raises Refusal if no worker takes it.
+
+        Args:
+            segment: The segment as it was recorded in forward.
+            pending: What `begin` returned for the call.
+            forward: What forward took, which determines the deadline of a recomputation.
+
+        Returns:
+            The remote side, and the program to keep: an earlier one if that is equal.
+        """
         call, tensors, recording = segment.call, segment.tensors, segment.call.recording
         if self._is_closed():  # checked first: in the child of a fork the lock may stay locked for ever
             raise Refusal("the session is closed")

@@ -14,7 +14,7 @@ from torch import Tensor
 from backhaul._backward.checkpointed_call import CheckpointedCall, not_remote
 from backhaul._backward.handles import HandleTable
 from backhaul._backward.local_recompute import ReplayOptions, nesting
-from backhaul._forward.destination import Destination
+from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward.keep import BegunCall, EndedCall, keep
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.call_log import CallLog
@@ -39,15 +39,15 @@ CAPTURED = "a CUDA graph is being captured"
 
 
 def run_segment(
-    destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    dispatcher: Dispatcher, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Runs `_run_segment`. Under torch.compile the graph breaks around this call."""
     run = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
-    return run(destination, fn, args, kwargs, options)
+    return run(dispatcher, fn, args, kwargs, options)
 
 
 def _run_segment(
-    destination: Destination, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    dispatcher: Dispatcher, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Calls fn once with the caller's own objects, and keeps what backward needs instead of activations.
 
@@ -65,7 +65,7 @@ def _run_segment(
         return fn(*args, **kwargs)
     began = perf_counter()
     contexts = None if options.contexts is None else options.contexts()
-    begun = _begun(destination, fn, (args, kwargs), options, contexts)
+    begun = _begun(dispatcher, fn, (args, kwargs), options, contexts)
     if begun is None:
         with nullcontext() if contexts is None else contexts[0]:
             return fn(*args, **kwargs)
@@ -90,7 +90,7 @@ def _run_segment(
         _check_ended(returned, options, had_cuda)
         forward = 0.0 if stopwatch is None else recorder.recording.guarded(stopwatch.stop) or 0.0
         ended = perf_counter()
-        frame, kept = keep(EndedCall(destination, begun, returned, forward))
+        frame, kept = keep(EndedCall(dispatcher, begun, returned, forward))
         begun.table.unpack_by(frame.unpack)
     overhead_s = perf_counter() - began - (ended - started - recorder.own_s)
     # On an accelerator the recorder delays only the host, unless the device has nothing left to do.
@@ -100,7 +100,7 @@ def _run_segment(
 
 
 def _begun(
-    destination: Destination, fn: Callable[..., Any], arguments_of_call: Any, options: Options, contexts: Any
+    dispatcher: Dispatcher, fn: Callable[..., Any], arguments_of_call: Any, options: Options, contexts: Any
 ) -> BegunCall | None:
     """Begins a call. Returns None for one that keeps its activations, also after an unexpected error.
 
@@ -111,10 +111,10 @@ def _begun(
     try:
         name = name_of(fn)
         # A checkpoint of torch around this call would run it again, perhaps outside the trainer's share.
-        if contexts is None and top_saved_tensor_hooks(True) is None and destination.keeps_activations(name):
+        if contexts is None and top_saved_tensor_hooks(True) is None and dispatcher.keeps_activations(name):
             return None
-        log = CallLog(destination.journal.log(name), destination.telemetry)
-        return _begin(destination, fn, arguments_of_call, options, contexts, log)
+        log = CallLog(dispatcher.journal.log(name), dispatcher.telemetry)
+        return _begin(dispatcher, fn, arguments_of_call, options, contexts, log)
     except NotRemoteError:
         raise
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
@@ -122,13 +122,13 @@ def _begun(
     if options.strict:
         raise not_remote(name, refusal.reason) from refusal.cause
     if log is None:
-        log = CallLog(destination.journal.log(name), destination.telemetry)
+        log = CallLog(dispatcher.journal.log(name), dispatcher.telemetry)
     log.kept(refusal.reason)
     return None
 
 
 def _begin(
-    destination: Destination,
+    dispatcher: Dispatcher,
     fn: Callable[..., Any],
     arguments_of_call: Any,
     options: Options,
@@ -141,17 +141,17 @@ def _begin(
     arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
     context, replay_options, selection, local_reason = _contexts(options, contexts, hooks)
-    pack = SavedTensorHooks(destination.copies.hold, selection, hooks)
+    pack = SavedTensorHooks(dispatcher.copies.hold, selection, hooks)
     recorder = Recorder(
         arguments,
         allowed_ops(),
-        destination.copies.hold,
+        dispatcher.copies.hold,
         pack,
         pack.op_ended,
         traces=options.debug,
-        records_choices=destination.records_choices(_device_types(arguments)),
-        fixed=destination.fixed,
-        allows=destination.allows(),
+        records_choices=dispatcher.records_choices(_device_types(arguments)),
+        fixed=dispatcher.fixed,
+        allows=dispatcher.allows(),
     )
     inside_reason = 'returns="activations" was requested' if options.returns == "activations" else ""
     if selection is not None:
@@ -164,7 +164,7 @@ def _begin(
         log.on_trainer(local_reason)
     table = HandleTable(call, recorder.so_far)
     pack.begin(recorder, table)
-    pending = recorder.recording.guarded(destination.begin, call, fn, arguments)
+    pending = recorder.recording.guarded(dispatcher.begin, call, fn, arguments)
     return BegunCall(call, arguments, recorder, pack, table, context, replay_options, selection, pending)
 
 

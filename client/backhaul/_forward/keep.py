@@ -21,8 +21,8 @@ from backhaul._backward.lineage import Lineage, Recipe
 from backhaul._backward.local_recompute import ReplayOptions
 from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
 from backhaul._backward.remote_side import RemoteSegment
+from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import PendingCall
-from backhaul._forward.destination import Destination
 from backhaul._forward.graft import graft, origin_of
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
 from backhaul._forward.reference_counts import has_other_references
@@ -77,7 +77,7 @@ class BegunCall:
         context: The context to run the function in.
         replay_options: The options for a recomputation on the trainer.
         selection: The selective-checkpoint policy of the call; None if it has none.
-        pending: The object that `Destination.begin` returned for the call; None if `begin` failed.
+        pending: The object that `Dispatcher.begin` returned for the call; None if `begin` failed.
     """
 
     call: CheckpointedCall
@@ -95,7 +95,7 @@ class EndedCall:
     """A call that has ended, before it is decided what is kept of it.
 
     Args:
-        destination: The dispatcher that segments go to.
+        dispatcher: Gives the segment to a worker.
         begun: The call as it began.
         returned: A list with the return value of the call as its only item.
         forward: What the call took.
@@ -105,8 +105,8 @@ class EndedCall:
         handles: The handles of the call's saved tensors.
     """
 
-    def __init__(self, destination: Destination, begun: BegunCall, returned: list[Any], forward: Duration) -> None:
-        self.destination, self.returned, self.forward = destination, returned, forward
+    def __init__(self, dispatcher: Dispatcher, begun: BegunCall, returned: list[Any], forward: Duration) -> None:
+        self.dispatcher, self.returned, self.forward = dispatcher, returned, forward
         self.recorder, self.pending, self.handles = begun.recorder, begun.pending, begun.table.handles
         self.call = begun.call
         if begun.pack.has_kept_region:
@@ -198,11 +198,11 @@ def _lineage(ended: EndedCall, program: Program) -> Lineage:
     call = ended.call
     return Lineage(
         call.name,
-        ended.destination.journal.session,
+        ended.dispatcher.journal.session,
         _call_site(),
         program,
         call.recording,
-        ended.destination.copies,
+        ended.dispatcher.copies,
         call.options.durability,
     )
 
@@ -277,7 +277,7 @@ def _offer(ended: EndedCall, segment: RecordedSegment) -> tuple[RemoteSegment | 
     """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
     assert ended.pending is not None
     try:
-        return *ended.destination.save(segment, ended.pending, ended.forward), ""
+        return *ended.dispatcher.save(segment, ended.pending, ended.forward), ""
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         return None, segment.program, _not_taken(segment.call, Refusal.of(error))
 

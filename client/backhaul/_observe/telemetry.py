@@ -50,7 +50,7 @@ Links = Callable[[], list[telemetry_pb2.Link]]
 
 
 class ReportedCall(Protocol):
-    """A checkpointed call that is reported.
+    """A checkpointed call that is reported: `CallLog`, which imports this module.
 
     Attributes:
         step: The number of its step.

@@ -39,7 +39,7 @@ class SpeculationHistory:
 
 
 class ChainedSegment(Protocol):
-    """A segment that a worker stores.
+    """A segment that a worker stores: `SavedSegment`, whose layer is above this one.
 
     Attributes:
         expected: The gradients with which the worker has already run its backward, by output.
