@@ -20,7 +20,7 @@ class SpeculativeReplay:
     """A replay of a segment.
 
     Args:
-        segment: The segment.
+        segment: The segment to replay. It may be released before the executor begins.
         charged_bytes: The bytes that the run is charged with.
         must_yield: Returns whether the run must end because a request waits (Rule 4).
         is_measured: Whether the replay measures its footprint.
