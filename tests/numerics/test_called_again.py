@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import CheckpointError, Decision, SavedTensorModifiedError, Session, StaleTensorError
 from support.bits import Checkpoint, grad_of, plainly, seed_generators
-from support.calls import WIDTH, inputs, same
+from support.calls import WIDTH, as_without_checkpointing, inputs, same
 
 
 class Rounded(torch.autograd.Function):
@@ -91,26 +91,24 @@ def test_what_has_no_digest_is_that_of_forward(fn: Any, checkpoint: Checkpoint, 
     assert Decision.KEPT in session.report().segments[0].decisions
 
 
-def test_gradients_that_another_thread_adds_meanwhile_are_there(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        w, (x, h) = torch.ones(WIDTH, requires_grad=True), inputs()
+@as_without_checkpointing
+def test_gradients_that_another_thread_adds_meanwhile_are_there(checkpoint: Checkpoint) -> list[Tensor | None]:
+    w, (x, h) = torch.ones(WIDTH, requires_grad=True), inputs()
 
-        class Waits(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x * 1
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
 
-            @staticmethod
-            def backward(ctx: Any, gradient: Tensor) -> Tensor:
-                other = threading.Thread(target=lambda: (w * 10).sum().backward())
-                other.start()
-                other.join()
-                return gradient
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            other = threading.Thread(target=lambda: (w * 10).sum().backward())
+            other.start()
+            other.join()
+            return gradient
 
-        checkpoint(lambda h: (Waits.apply(h).sin() * w).sin(), h).sum().backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+    checkpoint(lambda h: (Waits.apply(h).sin() * w).sin(), h).sum().backward()
+    return [x.grad, w.grad]
 
 
 class Box:
@@ -157,13 +155,11 @@ def test_results_that_nobody_sees_returned(way: str, checkpoint: Checkpoint, ses
     assert session.report().remote == 1
 
 
-def test_an_argument_of_a_subclass(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(2, WIDTH, requires_grad=True)
-        checkpoint(model, (x * 1).as_subclass(Opaque)).sum().backward()
-        return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, *model.parameters())]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_an_argument_of_a_subclass(checkpoint: Checkpoint) -> list[Tensor | None]:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()), torch.randn(2, WIDTH, requires_grad=True)
+    checkpoint(model, (x * 1).as_subclass(Opaque)).sum().backward()
+    return [grad_of(tensor).as_subclass(Tensor) for tensor in (x, *model.parameters())]
 
 
 class Named(torch.autograd.Function):
@@ -180,34 +176,30 @@ class Named(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["inside", "last inside", "before", "captured"])
-def test_a_custom_function_that_names_itself(where: str, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        captured = Named.apply(h) if where == "captured" else torch.ones(WIDTH)
-        fn = {
-            "inside": lambda h: Named.apply(h).sin(),
-            "last inside": lambda h: Named.apply(h.sin()),
-            "before": lambda h: h.sin(),
-            "captured": lambda h: h.sin() * captured,
-        }[where]
-        checkpoint(fn, Named.apply(h) if where == "before" else h).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_a_custom_function_that_names_itself(where: str, checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    captured = Named.apply(h) if where == "captured" else torch.ones(WIDTH)
+    fn = {
+        "inside": lambda h: Named.apply(h).sin(),
+        "last inside": lambda h: Named.apply(h.sin()),
+        "before": lambda h: h.sin(),
+        "captured": lambda h: h.sin() * captured,
+    }[where]
+    checkpoint(fn, Named.apply(h) if where == "before" else h).sum().backward()
+    return [x.grad]
 
 
 @pytest.mark.parametrize("build", [nn.LazyBatchNorm1d, lambda: nn.LazyLinear(WIDTH)])
-def test_the_first_call_of_a_lazy_module(build: Any, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        module = build()
-        results: list[Tensor | None] = []
-        for _ in range(3):
-            x, h = inputs()
-            checkpoint(module, h).square().sum().backward()
-            results += [x.grad, *(p.grad.clone() for p in module.parameters()), *module.buffers()]
-        return results
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_the_first_call_of_a_lazy_module(build: Any, checkpoint: Checkpoint) -> list[Tensor | None]:
+    module = build()
+    results: list[Tensor | None] = []
+    for _ in range(3):
+        x, h = inputs()
+        checkpoint(module, h).square().sum().backward()
+        results += [x.grad, *(p.grad.clone() for p in module.parameters()), *module.buffers()]
+    return results
 
 
 def test_an_op_that_fails_is_as_if_it_had_not_been_called(checkpoint: Checkpoint, session: Session) -> None:
@@ -265,60 +257,52 @@ def test_a_sparse_tensor_that_changed_is_an_error(checkpoint: Checkpoint) -> Non
         y.sum().backward()
 
 
-def test_writes_after_a_refusal_happen_once(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        count, mask = torch.zeros(2), torch.ones(2, WIDTH)
+@as_without_checkpointing
+def test_writes_after_a_refusal_happen_once(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    count, mask = torch.zeros(2), torch.ones(2, WIDTH)
 
-        def fn(h: Tensor, mask: Tensor) -> Tensor:
-            y = Rounded.apply(linear(h))
-            count[0] += 1
-            mask[:, 0] *= 0.5
-            return y * mask
+    def fn(h: Tensor, mask: Tensor) -> Tensor:
+        y = Rounded.apply(linear(h))
+        count[0] += 1
+        mask[:, 0] *= 0.5
+        return y * mask
 
-        checkpoint(fn, h, mask).sum().backward()
-        return [x.grad, linear.weight.grad, count, mask]
-
-    same(case, checkpoint)
+    checkpoint(fn, h, mask).sum().backward()
+    return [x.grad, linear.weight.grad, count, mask]
 
 
-def test_gradients_accumulated_inside_count_once(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_gradients_accumulated_inside_count_once(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            linear(h.detach()).square().sum().backward()
-            return Rounded.apply(linear(h).sin())
+    def fn(h: Tensor) -> Tensor:
+        linear(h.detach()).square().sum().backward()
+        return Rounded.apply(linear(h).sin())
 
-        checkpoint(fn, h).sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, h).sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
-def test_gradients_accumulated_inside_into_an_argument_count_once(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.randn(4, WIDTH, requires_grad=True)
+@as_without_checkpointing
+def test_gradients_accumulated_inside_into_an_argument_count_once(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x = torch.randn(4, WIDTH, requires_grad=True)
 
-        def fn(x: Tensor) -> Tensor:
-            (x * 3).square().sum().backward()
-            return Rounded.apply(x.sin()).exp()
+    def fn(x: Tensor) -> Tensor:
+        (x * 3).square().sum().backward()
+        return Rounded.apply(x.sin()).exp()
 
-        checkpoint(fn, x).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, x).sum().backward()
+    return [x.grad]
 
 
-def test_nested_tensors_run_here(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear = nn.Linear(WIDTH, WIDTH)
-        parts = [torch.randn(n, WIDTH, requires_grad=True) for n in (2, 3)]
-        nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-        checkpoint(lambda nested: linear(nested).sin(), nested).values().sum().backward()
-        return [linear.weight.grad, *(part.grad for part in parts)]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_nested_tensors_run_here(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear = nn.Linear(WIDTH, WIDTH)
+    parts = [torch.randn(n, WIDTH, requires_grad=True) for n in (2, 3)]
+    nested = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    checkpoint(lambda nested: linear(nested).sin(), nested).values().sum().backward()
+    return [linear.weight.grad, *(part.grad for part in parts)]
 
 
 def test_a_custom_function_that_no_output_shows(checkpoint: Checkpoint) -> None:
@@ -347,104 +331,92 @@ def test_a_custom_function_that_no_output_shows(checkpoint: Checkpoint) -> None:
     same(case, checkpoint)
 
 
-def test_arguments_that_share_memory_of_which_one_is_written(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        c = torch.randn(2, WIDTH)
+@as_without_checkpointing
+def test_arguments_that_share_memory_of_which_one_is_written(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    c = torch.randn(2, WIDTH)
 
-        def fn(h: Tensor, c: Tensor, v: Tensor, again: Tensor) -> Tensor:
-            assert c is again
-            a = h + c
-            v.mul_(2)
-            return (a * (h + c)).sin()
+    def fn(h: Tensor, c: Tensor, v: Tensor, again: Tensor) -> Tensor:
+        assert c is again
+        a = h + c
+        v.mul_(2)
+        return (a * (h + c)).sin()
 
-        checkpoint(fn, h, c, c.view(-1), c).sum().backward()
-        return [x.grad, c]
-
-    same(case, checkpoint)
+    checkpoint(fn, h, c, c.view(-1), c).sum().backward()
+    return [x.grad, c]
 
 
-def test_a_segment_inside_one_that_runs_here(checkpoint: Checkpoint, session: Session) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_a_segment_inside_one_that_runs_here(checkpoint: Checkpoint, session: Session) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            inner = plainly if checkpoint is plainly else session.checkpoint
-            return inner(lambda h: linear(h).sin(), Rounded.apply(h)) * F.relu(h)
+    def fn(h: Tensor) -> Tensor:
+        inner = plainly if checkpoint is plainly else session.checkpoint
+        return inner(lambda h: linear(h).sin(), Rounded.apply(h)) * F.relu(h)
 
-        checkpoint(fn, h).sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, h).sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
-def test_a_leaf_that_only_the_refused_op_uses(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        w = torch.randn(WIDTH, requires_grad=True)
+@as_without_checkpointing
+def test_a_leaf_that_only_the_refused_op_uses(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    w = torch.randn(WIDTH, requires_grad=True)
 
-        def fn(h: Tensor) -> Tensor:
-            (doubled,) = torch._foreach_mul([w], 2.0)  # on no list
-            doubled.square().sum().backward()
-            return h * doubled.detach()
+    def fn(h: Tensor) -> Tensor:
+        (doubled,) = torch._foreach_mul([w], 2.0)  # on no list
+        doubled.square().sum().backward()
+        return h * doubled.detach()
 
-        checkpoint(fn, h).sum().backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, h).sum().backward()
+    return [x.grad, w.grad]
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_a_backward_inside_adds_to_an_argument_once(leaf: bool, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
+@as_without_checkpointing
+def test_a_backward_inside_adds_to_an_argument_once(leaf: bool, checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            h.sin().sum().backward(retain_graph=True)
-            return Rounded.apply(h.exp()) * h
+    def fn(h: Tensor) -> Tensor:
+        h.sin().sum().backward(retain_graph=True)
+        return Rounded.apply(h.exp()) * h
 
-        checkpoint(fn, x if leaf else h).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, x if leaf else h).sum().backward()
+    return [x.grad]
 
 
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_that_the_function_registers_is_there_once(hook: str, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_a_hook_that_the_function_registers_is_there_once(hook: str, checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def halve(leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            leaf.grad.mul_(0.5)
+    def halve(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad.mul_(0.5)
 
-        def fn(h: Tensor) -> Tensor:
-            for leaf in (linear.weight, h):
-                getattr(leaf, hook)(halve if "post" in hook else lambda gradient: gradient * 0.5)
-            return linear(h).exp()
+    def fn(h: Tensor) -> Tensor:
+        for leaf in (linear.weight, h):
+            getattr(leaf, hook)(halve if "post" in hook else lambda gradient: gradient * 0.5)
+        return linear(h).exp()
 
-        checkpoint(fn, x).sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, x).sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 @pytest.mark.parametrize("create_graph", [True, False])
+@as_without_checkpointing
 def test_a_gradient_inside_through_a_custom_function_that_saves_nothing(
     create_graph: bool, checkpoint: Checkpoint
-) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
+) -> list[Tensor | None]:
+    x, h = inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            y = Rounded.apply(h * h * 3).sin()
-            (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=create_graph)
-            return h.sin() * gradient
+    def fn(h: Tensor) -> Tensor:
+        y = Rounded.apply(h * h * 3).sin()
+        (gradient,) = torch.autograd.grad(y.sum(), h, create_graph=create_graph)
+        return h.sin() * gradient
 
-        checkpoint(fn, h).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, h).sum().backward()
+    return [x.grad]
 
 
 def test_a_gradient_inside_over_what_was_written_to_is_an_error(checkpoint: Checkpoint) -> None:

@@ -13,17 +13,15 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
 from backhaul import BackhaulError, CheckpointError, Session
 from support.bits import Checkpoint, differing, grad_of, plainly, seed_generators
-from support.calls import WIDTH, inputs, same
+from support.calls import WIDTH, as_without_checkpointing, inputs, same
 
 
-def test_as_strided_counts_from_the_start_of_the_callers_storage(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.zeros(200)[16:80].detach().requires_grad_()
-        w = torch.ones(2, requires_grad=True)
-        checkpoint(lambda x: x.as_strided((2,), (1,), 18) + w, x).sum().backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_as_strided_counts_from_the_start_of_the_callers_storage(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x = torch.zeros(200)[16:80].detach().requires_grad_()
+    w = torch.ones(2, requires_grad=True)
+    checkpoint(lambda x: x.as_strided((2,), (1,), 18) + w, x).sum().backward()
+    return [x.grad, w.grad]
 
 
 @pytest.mark.parametrize("layer", [lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.RReLU])
@@ -49,53 +47,47 @@ def test_memory_that_numpy_wrote_goes_into_an_op_with_undefined_saves(
         assert differing(case(checkpoint), expected) == []
 
 
-def test_geometry_from_memory_that_numpy_wrote(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.zeros(6, requires_grad=True)
+@as_without_checkpointing
+def test_geometry_from_memory_that_numpy_wrote(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x = torch.zeros(6, requires_grad=True)
 
-        def fn(h: Tensor) -> Tensor:
-            start = torch.zeros((), dtype=torch.long)
-            start.numpy()[...] = 3
-            return h.narrow(0, start, 1) * 1.0
+    def fn(h: Tensor) -> Tensor:
+        start = torch.zeros((), dtype=torch.long)
+        start.numpy()[...] = 3
+        return h.narrow(0, start, 1) * 1.0
 
-        checkpoint(fn, x).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, x).sum().backward()
+    return [x.grad]
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_source_detached_after_use(captured: bool, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        w = torch.randn(WIDTH, requires_grad=True)
+@as_without_checkpointing
+def test_a_source_detached_after_use(captured: bool, checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    w = torch.randn(WIDTH, requires_grad=True)
 
-        def fn(*_: Tensor) -> Tensor:
-            y = h * 2 + w
-            h.detach_()
-            return y
+    def fn(*_: Tensor) -> Tensor:
+        y = h * 2 + w
+        h.detach_()
+        return y
 
-        checkpoint(fn, *([] if captured else [h])).sum().backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+    checkpoint(fn, *([] if captured else [h])).sum().backward()
+    return [x.grad, w.grad]
 
 
-def test_grad_mode_left_off(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_grad_mode_left_off(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            y = linear(h).sin()
-            torch.set_grad_enabled(False)
-            return y
+    def fn(h: Tensor) -> Tensor:
+        y = linear(h).sin()
+        torch.set_grad_enabled(False)
+        return y
 
-        y = checkpoint(fn, h)
-        torch.set_grad_enabled(True)
-        (y.sum() + x.sum()).backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    y = checkpoint(fn, h)
+    torch.set_grad_enabled(True)
+    (y.sum() + x.sum()).backward()
+    return [x.grad, linear.weight.grad]
 
 
 def _hooked_by_a_forward_hook(module: nn.Module, run: Callable[[], Tensor]) -> list[Tensor | None]:
@@ -108,65 +100,57 @@ def _hooked_by_a_forward_hook(module: nn.Module, run: Callable[[], Tensor]) -> l
     return []
 
 
-def test_an_output_that_a_forward_hook_keeps(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        _hooked_by_a_forward_hook(linear, lambda: checkpoint(linear, h))
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_an_output_that_a_forward_hook_keeps(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    _hooked_by_a_forward_hook(linear, lambda: checkpoint(linear, h))
+    return [x.grad, linear.weight.grad]
 
 
 @pytest.mark.parametrize("form", [lambda y: y, lambda y: (y, 1), lambda y: {"a": [y]}, lambda y: y.view(-1)])
-def test_an_output_that_the_module_keeps(form: Callable[[Tensor], Any], checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        kept: list[Tensor] = []
+@as_without_checkpointing
+def test_an_output_that_the_module_keeps(form: Callable[[Tensor], Any], checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    kept: list[Tensor] = []
 
-        def fn(h: Tensor) -> Any:
-            kept.append(linear(h))
-            return form(kept[0])
+    def fn(h: Tensor) -> Any:
+        kept.append(linear(h))
+        return form(kept[0])
 
-        (y,) = (t for t in torch.utils._pytree.tree_leaves(checkpoint(fn, h)) if isinstance(t, Tensor))
-        kept[0].retain_grad()
-        (y.square().sum() + kept[0].sin().sum()).backward()
-        return [x.grad, linear.weight.grad, kept[0].grad]
-
-    same(case, checkpoint)
+    (y,) = (t for t in torch.utils._pytree.tree_leaves(checkpoint(fn, h)) if isinstance(t, Tensor))
+    kept[0].retain_grad()
+    (y.square().sum() + kept[0].sin().sum()).backward()
+    return [x.grad, linear.weight.grad, kept[0].grad]
 
 
-def test_an_output_that_retains_its_gradient(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_an_output_that_retains_its_gradient(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            y = linear(h)
-            y.retain_grad()
-            return y
+    def fn(h: Tensor) -> Tensor:
+        y = linear(h)
+        y.retain_grad()
+        return y
 
-        y = checkpoint(fn, h)
-        y.square().sum().backward()
-        return [x.grad, y.grad]
-
-    same(case, checkpoint)
+    y = checkpoint(fn, h)
+    y.square().sum().backward()
+    return [x.grad, y.grad]
 
 
-def test_a_node_of_an_output_that_is_kept(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        nodes: list[Any] = []
+@as_without_checkpointing
+def test_a_node_of_an_output_that_is_kept(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    nodes: list[Any] = []
 
-        def fn(h: Tensor) -> Tensor:
-            y = linear(h).sin()
-            nodes.append(y.grad_fn)
-            return y
+    def fn(h: Tensor) -> Tensor:
+        y = linear(h).sin()
+        nodes.append(y.grad_fn)
+        return y
 
-        y = checkpoint(fn, h)
-        nodes[0].register_prehook(lambda gradients: (gradients[0] * 2,))
-        y.sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    y = checkpoint(fn, h)
+    nodes[0].register_prehook(lambda gradients: (gradients[0] * 2,))
+    y.sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 def test_a_container_that_is_kept_stays_the_same(checkpoint: Checkpoint) -> None:
@@ -245,21 +229,19 @@ def test_the_callers_storages_can_still_be_resized(checkpoint: Checkpoint) -> No
     assert p.resize_(20).numel() == 20
 
 
-def test_a_small_captured_tensor_may_move_on(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        step = torch.zeros(())
+@as_without_checkpointing
+def test_a_small_captured_tensor_may_move_on(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    step = torch.zeros(())
 
-        def fn(h: Tensor) -> Tensor:
-            return (linear(h) + step).tanh() * step.cos()
+    def fn(h: Tensor) -> Tensor:
+        return (linear(h) + step).tanh() * step.cos()
 
-        for _ in range(6):
-            h = checkpoint(fn, h)
-            step += 1
-        h.sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+    for _ in range(6):
+        h = checkpoint(fn, h)
+        step += 1
+    h.sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 def test_threads_that_share_a_graph(checkpoint: Checkpoint) -> None:

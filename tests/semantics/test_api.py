@@ -16,7 +16,7 @@ import backhaul
 from backhaul import Decision, NotRemoteError, Session
 from backhaul_runtime.wire.tensor_receiver import _StreamedTensor
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.calls import WIDTH, Counted, TimesOne, inputs, one, same
+from support.calls import WIDTH, Counted, TimesOne, as_without_checkpointing, inputs, one, same
 
 TORCHS_OWN = [
     "CheckpointPolicy",
@@ -53,8 +53,9 @@ def test_checkpoint_takes_each_keyword_of_torchs_and_its_own(session: Session, r
 
 
 def test_strict_raises_where_the_trainer_would_recompute(session: Session) -> None:
-    with pytest.raises(NotRemoteError):
+    with pytest.raises(NotRemoteError, match="custom autograd function") as caught:
         session.checkpoint(TimesOne.apply, inputs()[1], strict=True)
+    assert "TimesOne" in caught.value.reason
 
 
 def test_checkpoint_as_a_decorator_of_a_function(session: Session, returns: str) -> None:
@@ -136,14 +137,12 @@ def test_use_reentrant_omitted_is_false_without_a_warning(checkpoint: Checkpoint
         checkpoint_of_torch(torch.sin, h)
 
 
-def test_use_reentrant_true_gives_gradients_to_nested_tensors_too(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(WIDTH, requires_grad=True)
-        options = {} if checkpoint is plainly else {"use_reentrant": True}
-        checkpoint(lambda h, d: linear(h) * d["y"], h, {"y": y}, **options).sum().backward()
-        return [x.grad, y.grad, linear.weight.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_use_reentrant_true_gives_gradients_to_nested_tensors_too(checkpoint: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(WIDTH, requires_grad=True)
+    options = {} if checkpoint is plainly else {"use_reentrant": True}
+    checkpoint(lambda h, d: linear(h) * d["y"], h, {"y": y}, **options).sum().backward()
+    return [x.grad, y.grad, linear.weight.grad]
 
 
 def test_keyword_arguments_are_refused_by_the_reentrant_form(checkpoint: Checkpoint) -> None:
@@ -237,8 +236,9 @@ def test_chunks_of_a_sequence_run_on_the_worker(session: Session, returns: str) 
 
 
 def test_more_segments_than_functions_are_a_clear_error(session: Session) -> None:
-    with pytest.raises(ValueError, match="segments=3 must be between 1 and the number of functions, 2"):
-        session.checkpoint_sequential([torch.sin] * 2, 3, one())
+    for segments in (0, 3):
+        with pytest.raises(ValueError, match=f"{segments=} must be between 1 and the number of functions, 2"):
+            session.checkpoint_sequential([torch.sin] * 2, segments, one())
     with pytest.raises(ValueError, match="must not be zero"):
         sequential_of_torch([torch.sin] * 2, 3, one(), use_reentrant=False)
 

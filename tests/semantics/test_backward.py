@@ -18,6 +18,7 @@ from support.bits import Checkpoint, differing, grad_of
 from support.calls import (
     WIDTH,
     Counted,
+    as_without_checkpointing,
     inputs,
     memory_of,
     recomputations,
@@ -137,19 +138,17 @@ def test_overlapping_backwards_in_a_group_are_torchs_error(session: Session) -> 
     assert "Performing two backward calls that overlap" in said[1]
 
 
-def test_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(2, WIDTH, requires_grad=True)
-        first, second, _unused = checkpoint(lambda h, y: (linear(h).sin(), (h * y).sin(), h.exp().exp()), h, y)
-        gradients: list[Tensor | None] = []
-        gradients += torch.autograd.grad(first.sum(), [x, linear.weight], retain_graph=True)
-        gradients += torch.autograd.grad(second.sum(), [h, y], retain_graph=True)
-        second.sum().backward(retain_graph=True, inputs=[y])
-        gradients += [x.grad, y.grad, linear.weight.grad]
-        (first.sum() + second.mean()).backward()
-        return [*(t.clone() if t is not None else None for t in gradients), x.grad, y.grad, linear.weight.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_grad_inputs_partial_graphs_and_unused_outputs(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h), y = nn.Linear(WIDTH, WIDTH), inputs(), torch.randn(2, WIDTH, requires_grad=True)
+    first, second, _unused = anywhere(lambda h, y: (linear(h).sin(), (h * y).sin(), h.exp().exp()), h, y)
+    gradients: list[Tensor | None] = []
+    gradients += torch.autograd.grad(first.sum(), [x, linear.weight], retain_graph=True)
+    gradients += torch.autograd.grad(second.sum(), [h, y], retain_graph=True)
+    second.sum().backward(retain_graph=True, inputs=[y])
+    gradients += [x.grad, y.grad, linear.weight.grad]
+    (first.sum() + second.mean()).backward()
+    return [*(t.clone() if t is not None else None for t in gradients), x.grad, y.grad, linear.weight.grad]
 
 
 def test_backward_from_another_thread(anywhere: Checkpoint) -> None:
@@ -278,19 +277,17 @@ def test_nested_calls_belong_to_the_outermost(anywhere: Checkpoint, session: Ses
     assert segment.calls == 1
 
 
-def test_grad_inside_fn(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+@as_without_checkpointing
+def test_grad_inside_fn(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
 
-        def fn(h: Tensor) -> Tensor:
-            y = linear(h).tanh()
-            (slope,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
-            return (y * slope).sin()
+    def fn(h: Tensor) -> Tensor:
+        y = linear(h).tanh()
+        (slope,) = torch.autograd.grad(y.square().sum(), h, create_graph=True)
+        return (y * slope).sin()
 
-        checkpoint(fn, h).sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, anywhere)
+    anywhere(fn, h).sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 def test_grad_inside_fn_of_the_reentrant_form(anywhere: Checkpoint) -> None:
@@ -344,45 +341,39 @@ def test_exceptions_of_recomputation_reach_the_caller(session: Session) -> None:
         assert caught.value is error
 
 
-def test_gradients_have_the_dtypes_of_the_arguments_and_none_stays_none(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
-        leaves = [torch.randn(2, WIDTH, dtype=dtype, requires_grad=True) for dtype in dtypes]
-        a, b, c, unused = (leaf * 1 for leaf in leaves)
-        checkpoint(lambda a, b, c, unused: (a.sin() * b + c).sin(), a, b, c, unused).sum().backward()
-        assert leaves[3].grad is None
-        assert [grad_of(leaf).dtype for leaf in leaves[:3]] == dtypes[:3]
-        return [leaf.grad for leaf in leaves]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_gradients_have_the_dtypes_of_the_arguments_and_none_stays_none(anywhere: Checkpoint) -> list[Tensor | None]:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32]
+    leaves = [torch.randn(2, WIDTH, dtype=dtype, requires_grad=True) for dtype in dtypes]
+    a, b, c, unused = (leaf * 1 for leaf in leaves)
+    anywhere(lambda a, b, c, unused: (a.sin() * b + c).sin(), a, b, c, unused).sum().backward()
+    assert leaves[3].grad is None
+    assert [grad_of(leaf).dtype for leaf in leaves[:3]] == dtypes[:3]
+    return [leaf.grad for leaf in leaves]
 
 
-def test_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        c = torch.randn(2, WIDTH)
-        seen: list[bool] = []
+@as_without_checkpointing
+def test_arguments_that_are_one_or_share_memory_stay_so(anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    c = torch.randn(2, WIDTH)
+    seen: list[bool] = []
 
-        def fn(h: Tensor, again: Tensor, row: Tensor, c: Tensor, part: Tensor) -> Tensor:
-            seen.append(h is again and c.data_ptr() == part.data_ptr())
-            part.mul_(3)  # and so c
-            return (h * again + row).sin() * c
+    def fn(h: Tensor, again: Tensor, row: Tensor, c: Tensor, part: Tensor) -> Tensor:
+        seen.append(h is again and c.data_ptr() == part.data_ptr())
+        part.mul_(3)  # and so c
+        return (h * again + row).sin() * c
 
-        y = checkpoint(fn, h, h, h[0], c, c[0])
-        y.sum().backward()
-        assert all(seen)
-        return [x.grad, c]
-
-    same(case, anywhere)
+    y = anywhere(fn, h, h, h[0], c, c[0])
+    y.sum().backward()
+    assert all(seen)
+    return [x.grad, c]
 
 
-def test_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.randn(4, WIDTH, requires_grad=True)
-        checkpoint(lambda a, b, whole: ((a * b).sin() * whole[1:3]).exp(), x[:2], x[2:], x).sum().backward()
-        return [x.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_gradients_of_views_of_one_leaf_are_added_as_without_checkpointing(anywhere: Checkpoint) -> list[Tensor | None]:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    anywhere(lambda a, b, whole: ((a * b).sin() * whole[1:3]).exp(), x[:2], x[2:], x).sum().backward()
+    return [x.grad]
 
 
 def test_who_recomputed_is_who_was_asked(checkpoint: Checkpoint, session: Session, returns: str) -> None:

@@ -17,7 +17,7 @@ from backhaul import CheckpointError, Decision, Session
 from backhaul._torch_api.call_options import DETERMINISM_CHECKS
 from backhaul_runtime.replay.replay import Replay
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.calls import WIDTH, TimesOne, inputs, same, seed, torch_checkpoint
+from support.calls import WIDTH, TimesOne, as_without_checkpointing, inputs, same, seed, torch_checkpoint
 from support.devices import DEVICE, NO_SPARSE, on_the_host
 from support.unseen import replace_unseen
 
@@ -250,14 +250,12 @@ def test_a_kept_tensor_that_is_mutated_is_torchs_error(checkpoint: Checkpoint) -
             y.sum().backward()
 
 
-def test_a_kept_tensor_may_be_mutated_if_that_is_allowed(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, _ = inputs()
-        options = {"context_fn": selective([SIN], allow_cache_entry_mutation=True)}
-        checkpoint(mutates, x, **({} if checkpoint is plainly else options)).sum().backward()
-        return [x.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_a_kept_tensor_may_be_mutated_if_that_is_allowed(checkpoint: Checkpoint) -> list[Tensor | None]:
+    x, _ = inputs()
+    options = {"context_fn": selective([SIN], allow_cache_entry_mutation=True)}
+    checkpoint(mutates, x, **({} if checkpoint is plainly else options)).sum().backward()
+    return [x.grad]
 
 
 def test_a_mutation_that_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoint) -> None:
@@ -273,32 +271,27 @@ def test_a_mutation_that_is_allowed_gives_no_wrong_gradient(checkpoint: Checkpoi
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.MUST_SAVE])
-def test_a_policy_may_keep_everything(policy: CheckpointPolicy, checkpoint: Checkpoint) -> None:
+@as_without_checkpointing
+def test_a_policy_may_keep_everything(policy: CheckpointPolicy, checkpoint: Checkpoint) -> list[Tensor | None]:
     """Copying to the host is no write of the function's, and what is expanded comes back so."""
-
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, w = operands()
-        options = {} if checkpoint is plainly else {"context_fn": selective(lambda *_, **__: policy)}
-        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t), lambda t: t)
-        with hooks if checkpoint is not plainly else nullcontext():
-            y = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
-        z = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
-        (y.sum() + z.sum()).backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+    x, w = operands()
+    options = {} if checkpoint is plainly else {"context_fn": selective(lambda *_, **__: policy)}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: torch.empty_like(t).copy_(t), lambda t: t)
+    with hooks if checkpoint is not plainly else nullcontext():
+        y = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
+    z = checkpoint(lambda x: products(x, w).sum().sin().expand(3, 4).exp(), x, **options)
+    (y.sum() + z.sum()).backward()
+    return [x.grad, w.grad]
 
 
 @on_the_host(NO_SPARSE)
-def test_a_policy_keeps_no_sparse_tensors(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        matrix, (x, w) = torch.eye(WEIGHTS).to_sparse(), operands()
-        options = {"context_fn": selective(lambda *_, **__: CheckpointPolicy.MUST_SAVE)}
-        fn = lambda x: torch.sparse.mm(matrix * 2, x.sin() @ w).exp()  # noqa: E731
-        checkpoint(fn, x, **({} if checkpoint is plainly else options)).sum().backward()
-        return [x.grad, w.grad]
-
-    same(case, checkpoint)
+@as_without_checkpointing
+def test_a_policy_keeps_no_sparse_tensors(checkpoint: Checkpoint) -> list[Tensor | None]:
+    matrix, (x, w) = torch.eye(WEIGHTS).to_sparse(), operands()
+    options = {"context_fn": selective(lambda *_, **__: CheckpointPolicy.MUST_SAVE)}
+    fn = lambda x: torch.sparse.mm(matrix * 2, x.sin() @ w).exp()  # noqa: E731
+    checkpoint(fn, x, **({} if checkpoint is plainly else options)).sum().backward()
+    return [x.grad, w.grad]
 
 
 def test_a_second_backward_under_a_policy_works(checkpoint: Checkpoint) -> None:

@@ -14,6 +14,7 @@ from support.bits import Checkpoint, grad_of, plainly
 from support.calls import (
     SAVES_BY_CUSTOM_FUNCTION,
     WIDTH,
+    as_without_checkpointing,
     inputs,
     same,
     seed,
@@ -22,15 +23,13 @@ from support.calls import (
 )
 
 
-def test_double_backward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
-        y = checkpoint(lambda x: linear(x).sin().tanh(), x)
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-        return [gradient.detach(), x.grad, linear.weight.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_double_backward(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, _) = nn.Linear(WIDTH, WIDTH), inputs()
+    y = anywhere(lambda x: linear(x).sin().tanh(), x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return [gradient.detach(), x.grad, linear.weight.grad]
 
 
 def test_double_backward_without_a_copy_fetches_the_input_from_the_worker(session: Session) -> None:
@@ -94,35 +93,29 @@ def dropped(x: Tensor, linear: nn.Module) -> Tensor:
     return nn.functional.dropout(linear(x), 0.5).sin()
 
 
-def test_batched_gradients(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        y = checkpoint(dropped, h, linear)
-        directions = torch.randn(3, *y.shape)
-        return list(torch.autograd.grad(y, [x, *linear.parameters()], directions, is_grads_batched=True))
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_batched_gradients(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    y = anywhere(dropped, h, linear)
+    directions = torch.randn(3, *y.shape)
+    return list(torch.autograd.grad(y, [x, *linear.parameters()], directions, is_grads_batched=True))
 
 
 @pytest.mark.parametrize("name", ["jacobian", "hessian"])
-def test_vectorized_derivatives(name: str, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear = nn.Linear(WIDTH, WIDTH)
-        summed = (lambda y: y) if name == "jacobian" else torch.sum
-        derive = getattr(torch.autograd.functional, name)
-        return [derive(lambda x: summed(checkpoint(dropped, x, linear)), torch.randn(WIDTH), vectorize=True)]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_vectorized_derivatives(name: str, anywhere: Checkpoint) -> list[Tensor | None]:
+    linear = nn.Linear(WIDTH, WIDTH)
+    summed = (lambda y: y) if name == "jacobian" else torch.sum
+    derive = getattr(torch.autograd.functional, name)
+    return [derive(lambda x: summed(anywhere(dropped, x, linear)), torch.randn(WIDTH), vectorize=True)]
 
 
-def test_gradients_batched_by_torch_func(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        y = checkpoint(dropped, h, linear)
-        directions = torch.randn(3, *y.shape)
-        return [torch.func.vmap(lambda d: torch.autograd.grad(y, x, d, retain_graph=True)[0])(directions)]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_gradients_batched_by_torch_func(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    y = anywhere(dropped, h, linear)
+    directions = torch.randn(3, *y.shape)
+    return [torch.func.vmap(lambda d: torch.autograd.grad(y, x, d, retain_graph=True)[0])(directions)]
 
 
 REVERSE: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {

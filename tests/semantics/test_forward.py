@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from backhaul import DefaultDeviceType, NotRemoteError, SavedTensorModifiedError, Session
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.calls import SAVES_BY_CUSTOM_FUNCTION, WIDTH, Counted, inputs, one, same, torch_checkpoint
+from support.calls import (
+    SAVES_BY_CUSTOM_FUNCTION,
+    WIDTH,
+    Counted,
+    as_without_checkpointing,
+    inputs,
+    one,
+    torch_checkpoint,
+)
 from support.unseen import replace_unseen
 
 
@@ -84,11 +92,12 @@ def test_an_output_keeps_attributes_that_fn_has_set(anywhere: Checkpoint) -> Non
     assert vars(doubled) == {}
 
 
-def test_an_argument_that_is_returned_is_the_same_object(anywhere: Checkpoint) -> None:
+def test_an_argument_that_is_returned_and_an_output_returned_twice_are_one_object(anywhere: Checkpoint) -> None:
     (_, h), mask = inputs(), torch.ones(3)
-    returned = anywhere(lambda h, mask: (h, h.sin(), mask), h, mask)
+    returned = anywhere(lambda h, mask: (h, y := h.sin(), mask, y), h, mask)
     assert returned[0] is h
     assert returned[2] is mask
+    assert returned[1] is returned[3]
 
 
 @pytest.mark.parametrize("container", [{"depth": 3}, [3], {"mask": torch.ones(3)}], ids=["dict", "list", "tensors"])
@@ -98,13 +107,11 @@ def test_a_container_that_is_returned_is_the_same_object(container: Any, anywher
     assert read(returned is container)  # a bool: pytest would keep what it explains
 
 
-def test_only_parameters_need_gradients(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear = nn.Linear(WIDTH, WIDTH)
-        checkpoint(lambda x: linear(x).sin(), torch.randn(2, WIDTH)).sum().backward()
-        return [linear.weight.grad, linear.bias.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_only_parameters_need_gradients(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear = nn.Linear(WIDTH, WIDTH)
+    anywhere(lambda x: linear(x).sin(), torch.randn(2, WIDTH)).sum().backward()
+    return [linear.weight.grad, linear.bias.grad]
 
 
 def test_the_reentrant_form_warns_and_gives_parameters_alone_none(checkpoint: Checkpoint) -> None:
@@ -115,18 +122,16 @@ def test_the_reentrant_form_warns_and_gives_parameters_alone_none(checkpoint: Ch
         assert not y.requires_grad
 
 
-def test_nested_tensors_and_keyword_arguments_get_gradients(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        leaves = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(5)]
-        a, b, c, d, e = (leaf * 1 for leaf in leaves)
+@as_without_checkpointing
+def test_nested_tensors_and_keyword_arguments_get_gradients(anywhere: Checkpoint) -> list[Tensor | None]:
+    leaves = [torch.randn(2, WIDTH, requires_grad=True) for _ in range(5)]
+    a, b, c, d, e = (leaf * 1 for leaf in leaves)
 
-        def fn(box: dict[str, Any], batch: Batch, *, k: Tensor, more: list[Tensor]) -> Tensor:
-            return (box["a"] * box["deep"][0] * batch.h * batch.scale * k).sin() * more[0]
+    def fn(box: dict[str, Any], batch: Batch, *, k: Tensor, more: list[Tensor]) -> Tensor:
+        return (box["a"] * box["deep"][0] * batch.h * batch.scale * k).sin() * more[0]
 
-        checkpoint(fn, {"a": a, "deep": (b, 3)}, Batch(c, 0.5), k=d, more=[e]).sum().backward()
-        return [leaf.grad for leaf in leaves]
-
-    same(case, anywhere)
+    anywhere(fn, {"a": a, "deep": (b, 3)}, Batch(c, 0.5), k=d, more=[e]).sum().backward()
+    return [leaf.grad for leaf in leaves]
 
 
 Call = Callable[[Checkpoint, Any, Tensor, Tensor], Tensor]
@@ -161,43 +166,40 @@ def test_torch_refuses_a_positional_argument_that_was_changed_in_place(write: Ca
 
 
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_the_value_in_forward_is_used_of_an_argument_without_gradient(way: str, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        gradients: list[Tensor | None] = []
-        for write in (WRITES | UNSEEN).values():
-            x, h = inputs()
-            c = torch.randn(2, WIDTH)
-            y = WAYS_IN[way](checkpoint, product, h, c)
-            if checkpoint is not plainly:
-                write(c)
-            y.sum().backward()
-            gradients.append(x.grad)
-        return gradients
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_the_value_in_forward_is_used_of_an_argument_without_gradient(
+    way: str, anywhere: Checkpoint
+) -> list[Tensor | None]:
+    gradients: list[Tensor | None] = []
+    for write in (WRITES | UNSEEN).values():
+        x, h = inputs()
+        c = torch.randn(2, WIDTH)
+        y = WAYS_IN[way](anywhere, product, h, c)
+        if anywhere is not plainly:
+            write(c)
+        y.sum().backward()
+        gradients.append(x.grad)
+    return gradients
 
 
 @pytest.mark.parametrize("is_argument", [True, False])
-def test_a_cache_that_later_segments_write_to(is_argument: bool, anywhere: Checkpoint) -> None:
+@as_without_checkpointing
+def test_a_cache_that_later_segments_write_to(is_argument: bool, anywhere: Checkpoint) -> list[Tensor | None]:
     """A preallocated cache of keys, of which a segment reads only rows that are not written again."""
+    layer, cache = nn.Linear(WIDTH, WIDTH), torch.zeros(4, WIDTH)
 
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        layer, cache = nn.Linear(WIDTH, WIDTH), torch.zeros(4, WIDTH)
+    def decode(x: Tensor, given: dict[str, Tensor], position: int) -> Tensor:
+        rows, y = given.get("k", cache), layer(x)
+        with torch.no_grad():
+            rows[position] = y[0]
+        return torch.tanh(y + rows[:position].sum(0))
 
-        def decode(x: Tensor, given: dict[str, Tensor], position: int) -> Tensor:
-            rows, y = given.get("k", cache), layer(x)
-            with torch.no_grad():
-                rows[position] = y[0]
-            return torch.tanh(y + rows[:position].sum(0))
-
-        loss, x = torch.zeros(()), torch.ones(1, WIDTH)
-        for position in range(3):
-            x = checkpoint(decode, x, {"k": cache} if is_argument else {}, position)
-            loss = loss + x.sum()
-        loss.backward()
-        return [layer.weight.grad, layer.bias.grad, cache]
-
-    same(case, anywhere)
+    loss, x = torch.zeros(()), torch.ones(1, WIDTH)
+    for position in range(3):
+        x = anywhere(decode, x, {"k": cache} if is_argument else {}, position)
+        loss = loss + x.sum()
+    loss.backward()
+    return [layer.weight.grad, layer.bias.grad, cache]
 
 
 def test_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpoint) -> None:
@@ -208,25 +210,21 @@ def test_an_argument_that_takes_gradients_changed_in_place(anywhere: Checkpoint)
         y.sum().backward()
 
 
-def test_an_argument_that_fn_itself_writes_to(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        c = torch.randn(2, WIDTH)
-        checkpoint(lambda h, c: (h * c.mul_(2)).sin(), h, c).sum().backward()
-        return [x.grad, c]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_an_argument_that_fn_itself_writes_to(anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    c = torch.randn(2, WIDTH)
+    anywhere(lambda h, c: (h * c.mul_(2)).sin(), h, c).sum().backward()
+    return [x.grad, c]
 
 
-def test_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        with torch.autograd.graph.save_on_cpu():
-            y = checkpoint(lambda h: linear(h).sin(), h.sin()).sin()
-        y.sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_ambient_hooks_keep_working_around_a_call(anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    with torch.autograd.graph.save_on_cpu():
+        y = anywhere(lambda h: linear(h).sin(), h.sin()).sin()
+    y.sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 def test_ambient_hooks_see_nothing_of_the_segment(session: Session) -> None:
@@ -308,34 +306,21 @@ def test_a_device_may_be_first_used_inside_fn_if_random_state_is_not_preserved(
         assert torch.equal(y, one().sin())
 
 
-def test_the_random_state_of_forward_is_taken(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        y = checkpoint(lambda h: (nn.functional.dropout(h, 0.5) * torch.rand(WIDTH)).sin(), h)
-        torch.rand(7)
-        y.sum().backward()
-        return [x.grad, torch.get_rng_state()]
-
-    same(case, anywhere)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs two kinds of devices")
-def test_the_random_states_of_the_devices_of_all_arguments_are_taken(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.randn(WIDTH, device="cpu", requires_grad=True)
-        z = torch.randn(WIDTH, device="cuda", requires_grad=True)
+@as_without_checkpointing
+def test_the_random_states_of_the_devices_of_all_arguments_are_taken(anywhere: Checkpoint) -> list[Tensor | None]:
+    x = torch.randn(WIDTH, device="cpu", requires_grad=True)
+    z = torch.randn(WIDTH, device="cuda", requires_grad=True)
 
-        def fn(x: Tensor, box: dict[str, Tensor]) -> Tensor:
-            noise = torch.rand(WIDTH, device="cuda")
-            return (nn.functional.dropout(x, 0.5).sin() + (box["z"] * noise).sin().cpu()).sin()
+    def fn(x: Tensor, box: dict[str, Tensor]) -> Tensor:
+        noise = torch.rand(WIDTH, device="cuda")
+        return (nn.functional.dropout(x, 0.5).sin() + (box["z"] * noise).sin().cpu()).sin()
 
-        y = checkpoint(fn, x, {"z": z})
-        torch.rand(7, device="cpu")
-        torch.rand(7, device="cuda")
-        y.sum().backward()
-        return [x.grad, z.grad]
-
-    same(case, anywhere)
+    y = anywhere(fn, x, {"z": z})
+    torch.rand(7, device="cpu")
+    torch.rand(7, device="cuda")
+    y.sum().backward()
+    return [x.grad, z.grad]
 
 
 def test_a_call_in_a_captured_graph_runs_plainly(loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from backhaul import Session
 from support.bits import Checkpoint
-from support.calls import WIDTH, same
+from support.calls import WIDTH, as_without_checkpointing, same
 from support.devices import DEVICE
 
 Step = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
@@ -50,29 +50,29 @@ def all_in_one(checkpoint: Checkpoint, layers: list[nn.Module], h: Tensor) -> Te
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("step", [one_after_another, one_twice, in_and_out, side_by_side, in_stages, all_in_one])
-def test_noise_that_hooks_draw_is_that_of_no_checkpointing(step: Step, autocast: bool, checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        layers: list[nn.Module] = [
-            nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
-        ]
-        parameters = [parameter for layer in layers for parameter in layer.parameters()]
-        order: list[int] = []
+@as_without_checkpointing
+def test_noise_that_hooks_draw_is_that_of_no_checkpointing(
+    step: Step, autocast: bool, checkpoint: Checkpoint
+) -> list[Tensor | None]:
+    layers: list[nn.Module] = [
+        nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True) for _ in range(2)
+    ]
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    order: list[int] = []
 
-        def hook(number: int, parameter: nn.Parameter) -> None:
-            order.append(number)
-            assert parameter.grad is not None
-            parameter.grad += torch.randn_like(parameter)
+    def hook(number: int, parameter: nn.Parameter) -> None:
+        order.append(number)
+        assert parameter.grad is not None
+        parameter.grad += torch.randn_like(parameter)
 
-        for number, parameter in enumerate(parameters):
-            parameter.register_post_accumulate_grad_hook(lambda parameter, number=number: hook(number, parameter))
-        x = torch.randn(2, 3, WIDTH, requires_grad=True)
-        with torch.autocast(DEVICE, torch.bfloat16) if autocast else nullcontext():
-            out = step(checkpoint, layers, x * 1)
-        torch.manual_seed(3)
-        out.float().square().sum().backward()
-        return [torch.tensor(order), x.grad, *(parameter.grad for parameter in parameters)]
-
-    same(case, checkpoint)
+    for number, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(lambda parameter, number=number: hook(number, parameter))
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    with torch.autocast(DEVICE, torch.bfloat16) if autocast else nullcontext():
+        out = step(checkpoint, layers, x * 1)
+    torch.manual_seed(3)
+    out.float().square().sum().backward()
+    return [torch.tensor(order), x.grad, *(parameter.grad for parameter in parameters)]
 
 
 def test_an_optimizer_in_backward(session: Session) -> None:

@@ -1,7 +1,5 @@
 """What remote recomputation adds: no interior on the trainer, state by value, and nothing left behind."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,8 +13,8 @@ from backhaul import CheckpointError, Decision, Session
 from backhaul._backward.value_check import Recomputed
 from backhaul_runtime.program.program import Program
 from conftest import settle, wait_until
-from support.bits import Checkpoint, grad_of, plainly
-from support.calls import WIDTH, TimesOne, inputs, memory_of, nodes_behind, same
+from support.bits import Checkpoint, grad_of
+from support.calls import WIDTH, TimesOne, as_without_checkpointing, inputs, memory_of, nodes_behind, same
 from support.processes import WorkerProcess
 from support.unseen import replace_unseen
 
@@ -90,62 +88,39 @@ def test_what_needs_the_interior_gets_it(fn: Callable[[Tensor], Tensor], session
     assert Decision.GRADIENTS not in session.report().segments[0].decisions
 
 
-def test_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        (x, h), kept = inputs(), []
+@as_without_checkpointing
+def test_an_interior_tensor_that_outlives_the_call(anywhere: Checkpoint) -> list[Tensor | None]:
+    (x, h), kept = inputs(), []
 
-        def fn(h: Tensor) -> Tensor:
-            kept.append(h.sin())
-            return kept[0].exp()
+    def fn(h: Tensor) -> Tensor:
+        kept.append(h.sin())
+        return kept[0].exp()
 
-        y = checkpoint(fn, h)
-        kept[0].register_hook(lambda gradient: gradient * 2)
-        y.sum().backward()
-        return [x.grad]
-
-    same(case, anywhere)
+    y = anywhere(fn, h)
+    kept[0].register_hook(lambda gradient: gradient * 2)
+    y.sum().backward()
+    return [x.grad]
 
 
-def test_captured_tensors_are_differentiated(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        parameter = nn.Parameter(torch.randn(WIDTH))
-        leaf = torch.randn(WIDTH, requires_grad=True)
-        start = torch.randn(WIDTH, requires_grad=True)
-        (x, h), inner = inputs(), start * 2
-        held = {"inner": inner}
-        checkpoint(lambda h: (h * parameter + leaf).sin() * held["inner"], h).sum().backward()
-        return [x.grad, parameter.grad, leaf.grad, start.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_captured_tensors_are_differentiated(anywhere: Checkpoint) -> list[Tensor | None]:
+    parameter = nn.Parameter(torch.randn(WIDTH))
+    leaf = torch.randn(WIDTH, requires_grad=True)
+    start = torch.randn(WIDTH, requires_grad=True)
+    (x, h), inner = inputs(), start * 2
+    held = {"inner": inner}
+    anywhere(lambda h: (h * parameter + leaf).sin() * held["inner"], h).sum().backward()
+    return [x.grad, parameter.grad, leaf.grad, start.grad]
 
 
-def test_only_captured_tensors_need_gradients(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        leaf = torch.randn(WIDTH, requires_grad=True)
-        checkpoint(lambda: leaf.sin().exp()).sum().backward()
-        return [leaf.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_only_captured_tensors_need_gradients(anywhere: Checkpoint) -> list[Tensor | None]:
+    leaf = torch.randn(WIDTH, requires_grad=True)
+    anywhere(lambda: leaf.sin().exp()).sum().backward()
+    return [leaf.grad]
 
 
 CHECKS = ["none", "values"]
-
-
-@pytest.mark.parametrize("check", CHECKS)
-def test_the_worker_has_the_state_of_forward(check: str, checkpoint: Checkpoint, session: Session) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        if checkpoint is plainly:
-            y = linear(h).sin()
-        else:
-            y = checkpoint(lambda h: linear(h).sin(), h, determinism_check=check)
-            settle(session)  # what was sent before is with the worker
-            linear.weight.data.mul_(2)
-        y.sum().backward()
-        return [x.grad, linear.weight.grad, linear.bias.grad]
-
-    same(case, checkpoint)
-    assert session.report().fallbacks == 0
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -257,23 +232,3 @@ def test_what_the_worker_has_is_not_released_before_the_output_is_dropped(
     del y
     settle(session)
     wait_until(lambda: remaining(worker) == 0, "segments are released")
-
-
-@pytest.mark.slow
-def test_what_the_worker_has_is_released_within_the_lease_of_a_dead_trainer() -> None:
-    code = (
-        "import os, signal, torch, backhaul\n"
-        "session = backhaul.connect(input())\n"
-        "y = session.checkpoint(torch.nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True))\n"
-        "z = session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns='gradients')\n"
-        "z.sum().backward()\n"
-        "print('saved', flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with WorkerProcess("--lease", "1") as worker:
-        printed, logged = trainer.communicate(worker.address + "\n")
-        assert printed == "saved\n"
-        assert logged is None
-        wait_until(lambda: not worker.telemetry().sessions, "the lease runs out")
-        assert worker.telemetry().memory.segment_bytes == 0

@@ -6,6 +6,7 @@ happening between forward and backward.
 
 import random
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -14,33 +15,47 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
-from backhaul import BackhaulError, Session
+from backhaul import BackhaulError
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.calls import WIDTH, inputs, same, seed
+from support.calls import WIDTH, as_without_checkpointing, inputs, seed
 from support.devices import DEVICE
 from support.unseen import replace_unseen
 
 Disturb = Callable[[Callable[[], object]], object]
-Case = Callable[[Checkpoint, Disturb], list[Tensor | None]]
+Case = Callable[..., list[Tensor | None]]
 
 
-def right_or_named(case: Case, checkpoint: Checkpoint) -> None:
-    seed()
-    expected = case(plainly, lambda _: None)
-    seed()
-    try:
-        ours = case(checkpoint, lambda change: change())
-    except BackhaulError as error:
-        assert isinstance(error, RuntimeError)
-        return
-    assert differing(ours, expected) == []
+@pytest.fixture
+def disturb() -> Disturb:
+    """Makes a change between forward and backward. The plain run of `right` and `right_or_named` goes undisturbed."""
+    return lambda change: change()
 
 
-def right(case: Case, checkpoint: Checkpoint) -> None:
-    seed()
-    expected = case(plainly, lambda _: None)
-    seed()
-    assert differing(case(checkpoint, lambda change: change()), expected) == []
+def right(case: Case) -> Callable[..., None]:
+    """Makes a test of a case whose results must be those of the plain run, whatever disturbs the checkpointed one."""
+
+    @wraps(case)
+    def compared(anywhere: Checkpoint, **given: Any) -> None:
+        seed()
+        expected = case(anywhere=plainly, **({**given, "disturb": lambda _: None} if "disturb" in given else given))
+        seed()
+        assert differing(case(anywhere=anywhere, **given), expected) == []
+
+    return compared
+
+
+def right_or_named(case: Case) -> Callable[..., None]:
+    """As `right`, but one of our errors will do."""
+    compared = right(case)
+
+    @wraps(case)
+    def tolerant(**given: Any) -> None:
+        try:
+            compared(**given)
+        except BackhaulError as error:
+            assert isinstance(error, RuntimeError)
+
+    return tolerant
 
 
 class Block(nn.Module):
@@ -64,59 +79,53 @@ def double(*tensors: Tensor) -> None:
         tensor.mul_(2)
 
 
-def test_a_parameter_written_in_place_after_forward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        block, (x, h) = Block(), inputs()
-        y = checkpoint(block, h)
-        disturb(lambda: double(block.linear.weight))
-        y.sum().backward()
-        return [x.grad, *(p.grad for p in block.parameters())]
-
-    right_or_named(case, anywhere)
+@right_or_named
+def test_a_parameter_written_in_place_after_forward(anywhere: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
+    block, (x, h) = Block(), inputs()
+    y = anywhere(block, h)
+    disturb(lambda: double(block.linear.weight))
+    y.sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
 
 
 @pytest.mark.parametrize("lives", [True, False])
-def test_a_keyword_or_nested_tensor_mutated_after_forward(lives: bool, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        (x, h), box = inputs(), {"c": torch.randn(2, WIDTH)}
-        mask = torch.randn(2, WIDTH)
-        y = checkpoint(lambda h, box, *, mask: (h * box["c"]).sin() * mask, h, box, mask=mask)
-        disturb(lambda: double(box["c"], mask))
-        if not lives:
-            del mask
-            box.clear()
-        y.sum().backward()
-        return [x.grad]
-
-    right_or_named(case, anywhere)
-
-
-def test_recomputation_gives_other_values(anywhere: Checkpoint, session: Session) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        (x, h), state = inputs(), {"scale": 1.0}
-        y = checkpoint(lambda h: (h * state["scale"]).sin().exp(), h)
-        disturb(lambda: state.update(scale=2.0))
-        y.sum().backward()
-        return [x.grad]
-
-    right(case, anywhere)
+@right_or_named
+def test_a_keyword_or_nested_tensor_mutated_after_forward(
+    lives: bool, anywhere: Checkpoint, disturb: Disturb
+) -> list[Tensor | None]:
+    (x, h), box = inputs(), {"c": torch.randn(2, WIDTH)}
+    mask = torch.randn(2, WIDTH)
+    y = anywhere(lambda h, box, *, mask: (h * box["c"]).sin() * mask, h, box, mask=mask)
+    disturb(lambda: double(box["c"], mask))
+    if not lives:
+        del mask
+        box.clear()
+    y.sum().backward()
+    return [x.grad]
 
 
-def test_recomputation_saves_more(anywhere: Checkpoint, session: Session) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        (x, h), state = inputs(), {"depth": 2}
+@right
+def test_recomputation_gives_other_values(anywhere: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
+    (x, h), state = inputs(), {"scale": 1.0}
+    y = anywhere(lambda h: (h * state["scale"]).sin().exp(), h)
+    disturb(lambda: state.update(scale=2.0))
+    y.sum().backward()
+    return [x.grad]
 
-        def fn(h: Tensor) -> Tensor:
-            for _ in range(state["depth"]):
-                h = h.sin()
-            return h.exp()
 
-        y = checkpoint(fn, h)
-        disturb(lambda: state.update(depth=3))
-        y.sum().backward()
-        return [x.grad]
+@right
+def test_recomputation_saves_more(anywhere: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
+    (x, h), state = inputs(), {"depth": 2}
 
-    right(case, anywhere)
+    def fn(h: Tensor) -> Tensor:
+        for _ in range(state["depth"]):
+            h = h.sin()
+        return h.exp()
+
+    y = anywhere(fn, h)
+    disturb(lambda: state.update(depth=3))
+    y.sum().backward()
+    return [x.grad]
 
 
 class Average(nn.Module):
@@ -134,80 +143,62 @@ class Average(nn.Module):
         return y.sin()
 
 
-def test_a_buffer_that_forward_reads_and_updates(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        module, (x, h) = Average(), inputs()
-        checkpoint(module, checkpoint(module, h)).sum().backward()
-        return [x.grad, *(p.grad for p in module.parameters()), module.mean]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_a_buffer_that_forward_reads_and_updates(anywhere: Checkpoint) -> list[Tensor | None]:
+    module, (x, h) = Average(), inputs()
+    anywhere(module, anywhere(module, h)).sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters()), module.mean]
 
 
 @pytest.mark.parametrize("change", [lambda block: block.eval(), lambda block: setattr(block, "scale", 3.0)])
+@as_without_checkpointing
 def test_an_attribute_or_flag_changes_between_two_live_forwards(
-    change: Callable[[Block], object], anywhere: Checkpoint, session: Session
-) -> None:
-    def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        block, (x, h) = Block(), inputs()
-        first = checkpoint(block, h)
-        change(block)
-        second = checkpoint(block, h)
-        (first + second).sum().backward()
-        return [x.grad, *(p.grad for p in block.parameters())]
-
-    right(case, anywhere)
+    change: Callable[[Block], object], anywhere: Checkpoint
+) -> list[Tensor | None]:
+    block, (x, h) = Block(), inputs()
+    first = anywhere(block, h)
+    change(block)
+    second = anywhere(block, h)
+    (first + second).sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
 
 
 @pytest.mark.parametrize("source", ["random", "NumPy", "generator"])
-def test_draws_that_torch_does_not_preserve(source: str, anywhere: Checkpoint, session: Session) -> None:
-    def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        (x, h), generator = inputs(), torch.Generator(DEVICE).manual_seed(3)
-        draws: dict[str, Callable[[], Any]] = {
-            "random": random.random,
-            "NumPy": lambda: float(np.random.rand()),
-            "generator": lambda: torch.rand(WIDTH, generator=generator),
-        }
-        checkpoint(lambda h: (h * draws[source]()).sin(), h).sum().backward()
-        return [x.grad]
-
-    right(case, anywhere)
+@as_without_checkpointing
+def test_draws_that_torch_does_not_preserve(source: str, anywhere: Checkpoint) -> list[Tensor | None]:
+    (x, h), generator = inputs(), torch.Generator(DEVICE).manual_seed(3)
+    draws: dict[str, Callable[[], Any]] = {
+        "random": random.random,
+        "NumPy": lambda: float(np.random.rand()),
+        "generator": lambda: torch.rand(WIDTH, generator=generator),
+    }
+    anywhere(lambda h: (h * draws[source]()).sin(), h).sum().backward()
+    return [x.grad]
 
 
-def test_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        norm, (x, h) = nn.BatchNorm1d(WIDTH), inputs()
-        checkpoint(lambda h: norm(h).sin(), h).sum().backward()
-        if checkpoint is not plainly:
-            assert norm.num_batches_tracked is not None
-            assert norm.num_batches_tracked.item() == 1
-        return [x.grad, *(p.grad for p in norm.parameters()), *norm.buffers()]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_batch_norm_counts_a_step_once(anywhere: Checkpoint) -> list[Tensor | None]:
+    norm, (x, h) = nn.BatchNorm1d(WIDTH), inputs()
+    anywhere(lambda h: norm(h).sin(), h).sum().backward()
+    if anywhere is not plainly:
+        assert norm.num_batches_tracked is not None
+        assert norm.num_batches_tracked.item() == 1
+    return [x.grad, *(p.grad for p in norm.parameters()), *norm.buffers()]
 
 
 def test_a_list_is_appended_to_once(anywhere: Checkpoint) -> None:
     x, _ = inputs()
     given: list[str] = []
+    captured: list[str] = []
 
     def fn(x: Tensor, given: list[str]) -> Tensor:
         given.append("called")
+        captured.append("called")
         return x.sin().exp() * len(given)
 
     anywhere(fn, x, given).sum().backward()
-    assert given == ["called"]
+    assert given == captured == ["called"]
     assert torch.equal(grad_of(x), torch.autograd.grad((x.sin().exp() * 1).sum(), x)[0])
-
-
-def test_a_captured_list_is_appended_to_once_on_a_worker(checkpoint: Checkpoint) -> None:
-    x, _ = inputs()
-    captured: list[str] = []
-
-    def fn(x: Tensor) -> Tensor:
-        captured.append("called")
-        return x.sin().exp()
-
-    checkpoint(fn, x).sum().backward()
-    assert captured == ["called"]
 
 
 UNSEEN: dict[str, Callable[[Tensor], object]] = {
@@ -217,22 +208,18 @@ UNSEEN: dict[str, Callable[[Tensor], object]] = {
 
 
 @pytest.mark.parametrize("what", ["argument", "keyword", "captured", "parameter"])
-def test_a_write_that_no_version_counter_sees(what: str, anywhere: Checkpoint) -> None:
-    for write in UNSEEN.values():
-        right_or_named(unseen_write(what, write), anywhere)
-
-
-def unseen_write(what: str, write: Callable[[Tensor], object]) -> Case:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        block, (x, h) = Block(), inputs()
-        argument, keyword, captured = (torch.randn(2, WIDTH) for _ in range(3))
-        targets = {"argument": argument, "keyword": keyword, "captured": captured, "parameter": block.linear.weight}
-        y = checkpoint(lambda h, c, *, k: (block(h) * c).sin() * (k * captured).cos(), h, argument, k=keyword)
-        disturb(lambda: write(targets[what]))
-        y.sum().backward()
-        return [x.grad, *(p.grad for p in block.parameters())]
-
-    return case
+@pytest.mark.parametrize("write", UNSEEN.values(), ids=UNSEEN)
+@right_or_named
+def test_a_write_that_no_version_counter_sees(
+    write: Callable[[Tensor], object], what: str, anywhere: Checkpoint, disturb: Disturb
+) -> list[Tensor | None]:
+    block, (x, h) = Block(), inputs()
+    argument, keyword, captured = (torch.randn(2, WIDTH) for _ in range(3))
+    targets = {"argument": argument, "keyword": keyword, "captured": captured, "parameter": block.linear.weight}
+    y = anywhere(lambda h, c, *, k: (block(h) * c).sin() * (k * captured).cos(), h, argument, k=keyword)
+    disturb(lambda: write(targets[what]))
+    y.sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters())]
 
 
 class Experts(nn.Module):
@@ -257,16 +244,16 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("later", [True, False])
-def test_routing_that_flips_on_recomputation(later: bool, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        experts, (x, h) = Experts(), inputs()
-        y = checkpoint(experts, h)
-        if later:
-            disturb(experts.bias.neg_)
-        y.sum().backward()
-        return [x.grad, *(p.grad for p in experts.parameters())]
-
-    right_or_named(case, anywhere)
+@right_or_named
+def test_routing_that_flips_on_recomputation(
+    later: bool, anywhere: Checkpoint, disturb: Disturb
+) -> list[Tensor | None]:
+    experts, (x, h) = Experts(), inputs()
+    y = anywhere(experts, h)
+    if later:
+        disturb(experts.bias.neg_)
+    y.sum().backward()
+    return [x.grad, *(p.grad for p in experts.parameters())]
 
 
 class LowRank(nn.Module):
@@ -283,22 +270,21 @@ class LowRank(nn.Module):
         return self.base(h) + self.down(h).tanh() @ self.up + self.gate * self.down(h).sum()
 
 
-def test_a_branch_times_zero_with_stale_weights(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        layer, (x, h) = LowRank(), inputs()
-        y = checkpoint(layer, h)
-        disturb(lambda: layer.down.weight.data.mul_(2))
-        y.sum().backward()
-        return [x.grad, *(p.grad for p in layer.parameters())]
-
-    right_or_named(case, anywhere)
+@right_or_named
+def test_a_branch_times_zero_with_stale_weights(anywhere: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
+    layer, (x, h) = LowRank(), inputs()
+    y = anywhere(layer, h)
+    disturb(lambda: layer.down.weight.data.mul_(2))
+    y.sum().backward()
+    return [x.grad, *(p.grad for p in layer.parameters())]
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("how", ["detach", "no_grad"])
+@as_without_checkpointing
 def test_an_attribute_that_toggles_gradients_between_two_live_forwards(
-    how: str, frozen: bool, anywhere: Checkpoint, session: Session
-) -> None:
+    how: str, frozen: bool, anywhere: Checkpoint
+) -> list[Tensor | None]:
     class Toggled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -314,97 +300,68 @@ def test_an_attribute_that_toggles_gradients_between_two_live_forwards(
                     y = self.linear(h).sin()
             return (y * h).exp()
 
-    def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        module, (x, h) = Toggled(), inputs()
-        first = checkpoint(module, h)
-        module.frozen = not frozen
-        second = checkpoint(module, h)
-        (first + second * 3).sum().backward()
-        return [x.grad, *(p.grad for p in module.parameters())]
-
-    right(case, anywhere)
+    module, (x, h) = Toggled(), inputs()
+    first = anywhere(module, h)
+    module.frozen = not frozen
+    second = anywhere(module, h)
+    (first + second * 3).sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters())]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@right_or_named
 def test_weights_changed_by_a_fused_step(
-    optimizer: type[torch.optim.SGD | torch.optim.AdamW], anywhere: Checkpoint
-) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        block, (x, h) = Block(), inputs()
-        stepper = optimizer(block.parameters(), lr=0.5, fused=True)
-        other = checkpoint(block, h.detach())
-        y = checkpoint(block, h)
-        other.sum().backward()
-        earlier = [grad_of(p).clone() for p in block.parameters()]
-        disturb(stepper.step)
-        stepper.zero_grad()
-        y.sum().backward()
-        return [*earlier, x.grad, *(p.grad for p in block.parameters())]
-
-    right_or_named(case, anywhere)
+    optimizer: type[torch.optim.SGD | torch.optim.AdamW], anywhere: Checkpoint, disturb: Disturb
+) -> list[Tensor | None]:
+    block, (x, h) = Block(), inputs()
+    stepper = optimizer(block.parameters(), lr=0.5, fused=True)
+    other = anywhere(block, h.detach())
+    y = anywhere(block, h)
+    other.sum().backward()
+    earlier = [grad_of(p).clone() for p in block.parameters()]
+    disturb(stepper.step)
+    stepper.zero_grad()
+    y.sum().backward()
+    return [*earlier, x.grad, *(p.grad for p in block.parameters())]
 
 
-def test_a_boundary_whose_address_another_takes(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
-        block, (x, h), mask = Block(), inputs(), torch.randn(2, WIDTH)
-        y = checkpoint(lambda h, *, mask: block(h * mask), h, mask=mask)
-        del h, mask
-        others = [torch.full((2, WIDTH), 7.0) for _ in range(64)]
-        y.sum().backward()
-        return [x.grad, *(p.grad for p in block.parameters()), others[0]]
-
-    right_or_named(case, anywhere)
+@right_or_named
+def test_a_boundary_whose_address_another_takes(anywhere: Checkpoint, disturb: Disturb) -> list[Tensor | None]:
+    block, (x, h), mask = Block(), inputs(), torch.randn(2, WIDTH)
+    y = anywhere(lambda h, *, mask: block(h * mask), h, mask=mask)
+    del h, mask
+    others = [torch.full((2, WIDTH), 7.0) for _ in range(64)]
+    y.sum().backward()
+    return [x.grad, *(p.grad for p in block.parameters()), others[0]]
 
 
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
-def test_an_auxiliary_loss_kept_in_an_attribute(
-    apart: bool, leaf: bool, anywhere: Checkpoint, session: Session
-) -> None:
+@as_without_checkpointing
+def test_an_auxiliary_loss_kept_in_an_attribute(apart: bool, leaf: bool, anywhere: Checkpoint) -> list[Tensor | None]:
     class Auxiliary(Block):
         def forward(self, h: Tensor) -> Tensor:
             y = super().forward(h)
             self.loss = self.linear(y).square().mean()
             return y
 
-    def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        module, (x, h) = Auxiliary(), inputs()
-        y = checkpoint(module, x if leaf else h)
-        if apart:
-            y.sum().backward(retain_graph=True)
-            module.loss.backward()
-        else:
-            (y.sum() + module.loss).backward()
-        return [x.grad, *(p.grad for p in module.parameters())]
-
-    right(case, anywhere)
+    module, (x, h) = Auxiliary(), inputs()
+    y = anywhere(module, x if leaf else h)
+    if apart:
+        y.sum().backward(retain_graph=True)
+        module.loss.backward()
+    else:
+        (y.sum() + module.loss).backward()
+    return [x.grad, *(p.grad for p in module.parameters())]
 
 
-def test_a_list_of_auxiliary_losses_added_up_after_another_backward(checkpoint: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        block, (x, h), losses = Block(), inputs(), []
-
-        def fn(h: Tensor) -> Tensor:
-            y = block(h)
-            losses.append(block.linear(y).square().mean())
-            return y
-
-        checkpoint(fn, h).sum().backward(retain_graph=True)
-        sum(losses).backward()
-        return [x.grad, *(p.grad for p in block.parameters())]
-
-    same(case, checkpoint)
-
-
-def test_an_output_that_is_a_view_of_an_input_is_written_to(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint, _: Disturb) -> list[Tensor | None]:
-        x, h = inputs()
-        view, other = checkpoint(lambda h: (h.view(-1), (h + 1).sin()), h)
-        view.mul_(3)
-        (view.sum() + h.sum() + other.sum()).backward()
-        return [x.grad, view.detach()]
-
-    right_or_named(case, anywhere)
+@right_or_named
+def test_an_output_that_is_a_view_of_an_input_is_written_to(anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    view, other = anywhere(lambda h: (h.view(-1), (h + 1).sin()), h)
+    view.mul_(3)
+    (view.sum() + h.sum() + other.sum()).backward()
+    return [x.grad, view.detach()]
 
 
 def test_an_output_that_is_a_view_of_a_saved_input_is_written_to(anywhere: Checkpoint) -> None:

@@ -13,21 +13,19 @@ from torch.nn import functional as F  # noqa: N812  torch's own name for it
 from backhaul import Session
 from conftest import settle
 from support.bits import Checkpoint, plainly
-from support.calls import WIDTH, inputs, same
+from support.calls import WIDTH, as_without_checkpointing, inputs, same
 from support.devices import DEVICE
 
 
 @pytest.mark.parametrize("preserve", [True, False])
-def test_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        options = {} if checkpoint is plainly else {"preserve_rng_state": preserve}
-        y = checkpoint(lambda h: F.dropout(h * torch.rand(WIDTH), 0.5).sin(), h, **options)
-        torch.manual_seed(7)
-        y.sum().backward()
-        return [x.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_draws_are_those_of_forward(preserve: bool, anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    options = {} if anywhere is plainly else {"preserve_rng_state": preserve}
+    y = anywhere(lambda h: F.dropout(h * torch.rand(WIDTH), 0.5).sin(), h, **options)
+    torch.manual_seed(7)
+    y.sum().backward()
+    return [x.grad]
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -44,21 +42,6 @@ def test_backward_leaves_the_ambient_state_alone(preserve: bool, anywhere: Check
     assert np.random.get_state(legacy=False)["state"]["key"].tolist() == before[2]
 
 
-def draws_of_others(h: Tensor) -> Tensor:
-    return (h * random.random() + np.random.rand()).sin()
-
-
-def test_draws_from_elsewhere_are_those_of_forward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        (x, h), generator = inputs(), torch.Generator(DEVICE).manual_seed(3)
-        y = checkpoint(lambda h: draws_of_others(h * torch.rand(WIDTH, generator=generator)), h)
-        torch.rand(4, generator=generator)
-        y.sum().backward()
-        return [x.grad, generator.get_state()]
-
-    same(case, anywhere)
-
-
 AUTOCASTS = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float16": {"dtype": torch.float16},
@@ -68,16 +51,14 @@ AUTOCASTS = {
 
 
 @pytest.mark.parametrize("settings", AUTOCASTS.values(), ids=AUTOCASTS)
-def test_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
-        with torch.autocast(DEVICE, **settings):
-            y = checkpoint(lambda h: (linear(h) + linear(h)).sin(), h)
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=not settings.get("enabled", True)):
-            y.sum().backward()
-        return [x.grad, linear.weight.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_autocast_is_that_of_forward(settings: dict[str, Any], anywhere: Checkpoint) -> list[Tensor | None]:
+    linear, (x, h) = nn.Linear(WIDTH, WIDTH), inputs()
+    with torch.autocast(DEVICE, **settings):
+        y = anywhere(lambda h: (linear(h) + linear(h)).sin(), h)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=not settings.get("enabled", True)):
+        y.sum().backward()
+    return [x.grad, linear.weight.grad]
 
 
 def makes_its_own(h: Tensor) -> Tensor:
@@ -85,51 +66,45 @@ def makes_its_own(h: Tensor) -> Tensor:
     return (h * made.cpu() if made.device.type == "cpu" else h * made.numel()).sin()
 
 
-def test_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        with torch.device("meta"):
-            y = checkpoint(makes_its_own, h)
-        y.sum().backward()
-        return [x.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_a_device_context_is_that_of_forward(anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    with torch.device("meta"):
+        y = anywhere(makes_its_own, h)
+    y.sum().backward()
+    return [x.grad]
 
 
-def test_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x, h = inputs()
-        torch.set_default_device("meta")
-        try:
-            y = checkpoint(makes_its_own, h)
-        finally:
-            torch.set_default_device(DEVICE if DEVICE != "cpu" else None)
-        y.sum().backward()
-        return [x.grad]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_a_default_device_is_that_of_forward(anywhere: Checkpoint) -> list[Tensor | None]:
+    x, h = inputs()
+    torch.set_default_device("meta")
+    try:
+        y = anywhere(makes_its_own, h)
+    finally:
+        torch.set_default_device(DEVICE if DEVICE != "cpu" else None)
+    y.sum().backward()
+    return [x.grad]
 
 
-def test_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        x = torch.randn(2, WIDTH, requires_grad=True)
+@as_without_checkpointing
+def test_default_dtype_and_deterministic_flags_are_those_of_forward(anywhere: Checkpoint) -> list[Tensor | None]:
+    x = torch.randn(2, WIDTH, requires_grad=True)
 
-        def fn(x: Tensor) -> Tensor:
-            sure = torch.are_deterministic_algorithms_enabled()
-            return (x * torch.full((WIDTH,), 0.1) * (2 if sure else 3)).sin()
+    def fn(x: Tensor) -> Tensor:
+        sure = torch.are_deterministic_algorithms_enabled()
+        return (x * torch.full((WIDTH,), 0.1) * (2 if sure else 3)).sin()
 
-        torch.set_default_dtype(torch.float64)
-        torch.use_deterministic_algorithms(True)
-        try:
-            y = checkpoint(fn, x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-            torch.use_deterministic_algorithms(False)
-        y.sum().backward()
-        assert torch.get_default_dtype() is torch.float32
-        return [x.grad, y.detach()]
-
-    same(case, anywhere)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    try:
+        y = anywhere(fn, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+    y.sum().backward()
+    assert torch.get_default_dtype() is torch.float32
+    return [x.grad, y.detach()]
 
 
 class Settled(nn.Module):
@@ -171,23 +146,6 @@ def test_what_a_module_reads_is_that_of_forward(change: str, checkpoint: Checkpo
     assert session.report().fallbacks == 0
 
 
-class Average(nn.Module):
-    """Reads a buffer and updates it: an EMA."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, h: Tensor) -> Tensor:
-        y = self.linear(h) * (1 + self.mean)
-        with torch.no_grad():
-            self.mean.lerp_(y.mean(0), 0.5)
-        return (y - self.mean).sin()
-
-
 class Codebook(nn.Module):
     """Nearest entries, which move towards what chose them."""
 
@@ -213,7 +171,6 @@ class Normed(nn.Sequential):
 
 
 UPDATES: dict[str, Callable[[], nn.Module]] = {
-    "EMA": Average,
     "codebook": Codebook,
     "batch norm": lambda: Normed(nn.BatchNorm1d(WIDTH // 2)),
     "batch norm, cumulative": lambda: Normed(nn.BatchNorm1d(WIDTH // 2, momentum=None)),
@@ -222,12 +179,10 @@ UPDATES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_buffers_are_updated_once(update: str, anywhere: Checkpoint) -> None:
-    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
-        module, (x, h) = UPDATES[update](), inputs()
-        for _ in range(2):
-            h = checkpoint(module, h)
-        h.square().sum().backward()
-        return [x.grad, *(p.grad for p in module.parameters()), *module.buffers()]
-
-    same(case, anywhere)
+@as_without_checkpointing
+def test_buffers_are_updated_once(update: str, anywhere: Checkpoint) -> list[Tensor | None]:
+    module, (x, h) = UPDATES[update](), inputs()
+    for _ in range(2):
+        h = anywhere(module, h)
+    h.square().sum().backward()
+    return [x.grad, *(p.grad for p in module.parameters()), *module.buffers()]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,20 @@ def same(case: Callable[[Checkpoint], list[Tensor | None]], checkpoint: Checkpoi
     expected = case(plainly)
     seed()
     assert differing(case(checkpoint), expected) == []
+
+
+def as_without_checkpointing(test: Callable[..., list[Tensor | None]]) -> Callable[..., None]:
+    """Makes a test of a function whose results must have the same bits as without checkpointing.
+
+    The function gets the way to checkpoint from the fixture `anywhere` or `checkpoint`, and runs once more plainly.
+    """
+
+    @wraps(test)
+    def compared(**fixtures: Any) -> None:
+        name = "anywhere" if "anywhere" in fixtures else "checkpoint"
+        same(lambda checkpoint: test(**{**fixtures, name: checkpoint}), fixtures[name])
+
+    return compared
 
 
 def recomputations(session: Session) -> int:
