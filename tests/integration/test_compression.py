@@ -3,7 +3,6 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from backhaul._dispatch.prediction import CallSite
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
+from support.blocks import loop
 from support.processes import WorkerProcess, in_order
 from support.wire import Services
 
@@ -70,9 +70,7 @@ class Training:
         self.dtype, self.after, self.steps = dtype, after, 0
         self.gradients: list[Tensor | None] = []
 
-    def run(
-        self, checkpoint: Checkpoint, steps: int, accumulate: Callable[[], Any] = nullcontext
-    ) -> list[Tensor | None]:
+    def run(self, checkpoint: Checkpoint, steps: int, accumulate: Callable[[], Any] = loop) -> list[Tensor | None]:
         """Runs steps of two micro-batches. Returns all gradients so far."""
         for _ in range(steps):
             self.steps += 1
@@ -83,7 +81,7 @@ class Training:
                     for segment in self.segments:
                         y = checkpoint(segment, y)
                     loss = y.square().mean()
-                    loss.backward() if block is None else block.backward(loss)
+                    block.backward(loss)
             self.gradients += [None if p.grad is None else p.grad.clone() for p in self.parameters]
             self.optimizer.step()
             self.optimizer.zero_grad()

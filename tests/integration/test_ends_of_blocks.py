@@ -1,8 +1,7 @@
 """Ends of accumulation blocks: the order of hooks, all gradients or none, and functions that need complete ones."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import Session
 from support.bits import differing
+from support.blocks import loop
 
 WIDTH = 8
 
@@ -27,13 +27,8 @@ class Layers(nn.ModuleList):
         return next(list(self.children())[number].parameters())
 
 
-@contextlib.contextmanager
-def block_of(session: Session | None) -> Iterator[Any]:
-    if session is None:
-        yield SimpleNamespace(backward=lambda loss: loss.backward())
-    else:
-        with session.accumulate() as block:
-            yield block
+def block_of(session: Session | None) -> contextlib.AbstractContextManager[Any]:
+    return session.accumulate() if session else loop()
 
 
 def trained(session: Session | None, blocks: nn.ModuleList, micro_batches: int = 3) -> list[Tensor | None]:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +19,7 @@ from backhaul._worker_client.answers.uncollected_gradients import UncollectedGra
 from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES
 from conftest import QUIET, QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
+from support.blocks import loop
 from support.processes import WorkerProcess
 
 WIDTH, SEGMENTS, MICRO_BATCHES = 8, 4, 3
@@ -76,11 +76,11 @@ def gradients(
     """Returns the gradients that micro-batches leave in `.grad`, and the norm's statistics."""
     torch.manual_seed(0)
     model = make()
-    with session.accumulate(local=local) if session is not None else nullcontext() as block:
+    with session.accumulate(local=local) if session is not None else loop() as block:
         for number in range(MICRO_BATCHES):
             happen(number, model)
             loss = model.loss(plainly if session is None else session.checkpoint, torch.randn(8, WIDTH))
-            loss.backward() if block is None else block.backward(loss)
+            block.backward(loss)
     return [*(parameter.grad for parameter in model.parameters()), *model.buffers(), torch.get_rng_state()]
 
 
@@ -110,7 +110,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("position", [0, SEGMENTS - 1])
-@pytest.mark.parametrize("number", range(MICRO_BATCHES))
+@pytest.mark.parametrize("number", [0, MICRO_BATCHES - 1])
 @pytest.mark.parametrize("when", ["before backward", "after backward"])
 def test_a_write_that_torch_does_not_count(
     session: Session, when: str, number: int, position: int, *, is_frozen: bool

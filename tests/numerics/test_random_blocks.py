@@ -18,6 +18,7 @@ from backhaul import Session
 from backhaul._config import LOCALS, Boundaries
 from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly, seed_generators
+from support.blocks import loop
 from support.processes import WorkerProcess
 
 WIDTH = 8
@@ -118,14 +119,15 @@ def trained(seed: int, checkpoint: Checkpoint, session: Session | None) -> list[
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast and x.dtype == torch.float32):
                 loss = net.loss(checkpoint, x, micro_batch)
             if loss.requires_grad:
-                loss.backward() if block is None else block.backward(loss)
+                block.backward(loss)
             results.append(loss.detach())
             inputs.append(x)
 
     for step in range(draw.randint(1, 3)):
         inputs: list[Tensor] = []
         if session is None:
-            run(None)
+            with loop() as block:
+                run(block)
         else:
             with pytest.MonkeyPatch.context() as patch:
                 local = LOCALS[seed % 2]
