@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import backhaul
 from accelerators.conftest import IS_SIMULATED
+from accelerators.test_gradients import blocks, build, twice
 from backhaul import Session
 from conftest import QUIET, quiet
-from integration.test_accelerators import blocks, build, twice
 from support.bits import Checkpoint, differing, plainly, train
+from support.blocks import loop
 from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow
@@ -107,9 +108,9 @@ def test_a_block(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
         for share in session._shares.values():
             monkeypatch.setattr(share, "trainers_share", lambda: 0)
             monkeypatch.setattr(share, "last_segments", lambda *_: 0)
-        ours = blocks(session.checkpoint, model, session)
+        ours = blocks(session.checkpoint, model, session.accumulate)
         assert session.report().fallbacks == 0
-    assert differing(ours, blocks(plainly, twin, None)) == []
+    assert differing(ours, blocks(plainly, twin, loop)) == []
     check(watched)
 
 

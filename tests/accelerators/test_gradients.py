@@ -16,10 +16,59 @@ from backhaul._backward.local_recompute import outputs_here
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.upload.segment_sender import SegmentSender
 from conftest import QUIET
-from integration.test_accelerators import WIDTH, blocks, build, forward, fused, twice
 from support.bits import Checkpoint, differing, plainly, train
+from support.blocks import loop
 from support.calls import sines
 from support.processes import WorkerProcess
+
+BLOCKS, WIDTH = 3, 16
+
+
+class Block(nn.Module):
+    """With a weight, an input, a mask that all blocks share, and statistics that forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.norm(self.linear(x)).relu(), 0.3) * mask
+
+
+def build() -> nn.Module:
+    return nn.ModuleList(Block() for _ in range(BLOCKS))
+
+
+def twice(checkpoint: Checkpoint, model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    """Two forwards before one backward, through the same statistics."""
+    x = torch.randn(8, WIDTH, device=next(model.parameters()).device, requires_grad=True)
+    mask = (torch.arange(WIDTH, device=x.device) % 3 > 0).float()
+    return forward(checkpoint, model, x, mask) + forward(checkpoint, model, x, mask), [x]
+
+
+def forward(checkpoint: Checkpoint, model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    for block in model.children():
+        x = checkpoint(block, x, mask)
+    return x.square().mean()
+
+
+def fused(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Leaves version counters as they are."""
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def blocks(checkpoint: Checkpoint, model: nn.Module, accumulate: Callable[[], Any]) -> list[Tensor | None]:
+    """Returns the gradients of two steps with accumulation blocks, the second of which begins with gradients."""
+    torch.manual_seed(0)
+    gradients: list[Tensor | None] = []
+    for _ in range(2):
+        with accumulate() as block:
+            for _ in range(5):
+                loss, _ = twice(checkpoint, model)
+                block.backward(loss)
+        gradients += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return gradients
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +105,9 @@ def test_blocks_on_a_gpu(
     with backhaul.connect(gpu_worker.address, settings=QUIET) as session:
         monkeypatch.setattr(session._shares[local], "trainers_share", lambda: share)
         monkeypatch.setattr(session._shares[local], "last_segments", lambda *_: last)
-        monkeypatch.setattr(session, "accumulate", partial(session.accumulate, local))
-        ours = blocks(session.checkpoint, model, session)
+        ours = blocks(session.checkpoint, model, partial(session.accumulate, local))
         assert session.report().fallbacks == 0
-    assert differing(ours, blocks(plainly, twin, None)) == []
+    assert differing(ours, blocks(plainly, twin, loop)) == []
 
 
 def test_gradients_are_equal_where_the_trainer_computes_on_a_stream_of_its_own(on_gpu: Checkpoint) -> None:

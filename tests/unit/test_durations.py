@@ -53,9 +53,3 @@ def test_a_sum_takes_spans_in_when_they_are_over(cuda: FakeCuda) -> None:
     cuda.trainer.end()
     assert (total.so_far_s, total.is_over) == (1.06, True)
     assert total.wait() == 1.06
-
-
-def test_on_the_host_a_duration_is_known_at_once() -> None:
-    took = Stopwatch(DEVICE).stop()
-    assert isinstance(took, float)
-    assert known_s(took) == wait_s(took) == took

@@ -69,11 +69,6 @@ def test_a_device_that_fails_while_digests_are_read_fails_each_of_them(
     assert read(taken[0]) == weighted_sums(torch.ones(1).view(torch.uint8))
 
 
-def test_on_the_host_they_are_bytes_at_once() -> None:
-    tensor = torch.ones(3)
-    assert isinstance(ContentDigests().take(tensor, layout_of(tensor)), bytes)
-
-
 def taken_of(tensor: torch.Tensor, known: KnownDigests, stored: list[torch.Tensor]) -> bytes:
     return read(ContentDigests(known, stored).take(tensor, layout_of(tensor)))
 
