@@ -2,9 +2,10 @@
 
 import asyncio
 import gc
+import inspect
 import weakref
 from collections.abc import Awaitable, Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -36,6 +37,21 @@ def with_worker(
             await worker.close()
 
     asyncio.run(main())
+
+
+def in_worker(*, budget_bytes: int = 1 << 20, lease_s: float = 30.0) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a test of a coroutine function, which gets a worker in this process as its first argument."""
+
+    def decorate(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        @wraps(test)
+        def run(**fixtures: Any) -> None:
+            with_worker(partial(test, **fixtures), budget_bytes=budget_bytes, lease_s=lease_s)
+
+        _worker, *others = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]  # pytest asks for fixtures by it
+        return run
+
+    return decorate
 
 
 def squaring() -> bytes:
@@ -73,101 +89,89 @@ async def backward(worker: Worker, session: SessionState, segment: Segment, key:
     return await worker.engine.request(segment, key, prepare, 0.1).answer
 
 
-def test_a_segment_from_save_to_release() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        segment = await saved(worker, session)
-        result = await backward(worker, session, segment)
-        assert [outgoing.tensor.tolist() for outgoing in result.bundle.tensors] == [[3.0] * 4] * 2  # each use of x
-        assert result.sources == (0, 0)
-        worker.release(session, [1])
-        worker.close_session(session.id)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.cached, usage.working, usage.results) == (0, 0, 0, 0)
-        with pytest.raises(SegmentUnknownError):
-            worker.segment(session, 1)
-
-    with_worker(test)
+@in_worker()
+async def test_a_segment_from_save_to_release(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    result = await backward(worker, session, segment)
+    assert [outgoing.tensor.tolist() for outgoing in result.bundle.tensors] == [[3.0] * 4] * 2  # each use of x
+    assert result.sources == (0, 0)
+    worker.release(session, [1])
+    worker.close_session(session.id)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.cached, usage.working, usage.results) == (0, 0, 0, 0)
+    with pytest.raises(SegmentUnknownError):
+        worker.segment(session, 1)
 
 
 @pytest.mark.parametrize("is_predicted", [False, True])
-def test_a_save_that_its_release_has_overtaken_is_refused(*, is_predicted: bool) -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        program = await worker.put_program(session, squaring())
-        address = put(worker, session, torch.ones(4))
+@in_worker()
+async def test_a_save_that_its_release_has_overtaken_is_refused(worker: Worker, *, is_predicted: bool) -> None:
+    session = worker.open_session("trainer")
+    program = await worker.put_program(session, squaring())
+    address = put(worker, session, torch.ones(4))
 
-        def save(number: int, after_release: int) -> tuple[bool, list[bytes]]:
-            return worker.save(
-                session,
-                number,
-                program,
-                [address],
-                [],
-                [],
-                "",
-                False,
-                is_predicted=is_predicted,
-                after_release=after_release,
-            )
+    def save(number: int, after_release: int) -> tuple[bool, list[bytes]]:
+        return worker.save(
+            session,
+            number,
+            program,
+            [address],
+            [],
+            [],
+            "",
+            False,
+            is_predicted=is_predicted,
+            after_release=after_release,
+        )
 
-        assert save(1, 0) == (False, [])
-        worker.release(session, [1, 2], 5)
-        worker.release(session, [1], 4)
-        for number in (1, 2):
-            with pytest.raises(SegmentUnknownError, match="given it up"):
-                save(number, 4)
-        assert session.segments == {}
-        assert save(3, 5) == (False, [])
-        assert list(session.segments) == [3]
-
-    with_worker(test)
+    assert save(1, 0) == (False, [])
+    worker.release(session, [1, 2], 5)
+    worker.release(session, [1], 4)
+    for number in (1, 2):
+        with pytest.raises(SegmentUnknownError, match="given it up"):
+            save(number, 4)
+    assert session.segments == {}
+    assert save(3, 5) == (False, [])
+    assert list(session.segments) == [3]
 
 
-def test_one_computation_for_a_request_that_is_repeated() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        segment = await saved(worker, session)
-        both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
-        again = await backward(worker, session, segment)
-        assert both[0] is both[1] is again
-        assert worker.engine.work.recomputed == 1
-        assert await backward(worker, session, segment, Key("backward", 2)) is not again
-        assert worker.engine.work.recomputed == 2
-
-    with_worker(test)
+@in_worker()
+async def test_one_computation_for_a_request_that_is_repeated(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    both = await asyncio.gather(backward(worker, session, segment), backward(worker, session, segment))
+    again = await backward(worker, session, segment)
+    assert both[0] is both[1] is again
+    assert worker.engine.work.recomputed == 1
+    assert await backward(worker, session, segment, Key("backward", 2)) is not again
+    assert worker.engine.work.recomputed == 2
 
 
-def test_a_repeated_save_changes_nothing() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        segment = await saved(worker, session)
-        before = worker.store.usage().segments
-        assert await saved(worker, session) is segment
-        assert worker.store.usage().segments == before
-
-    with_worker(test)
+@in_worker()
+async def test_a_repeated_save_changes_nothing(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    before = worker.store.usage().segments
+    assert await saved(worker, session) is segment
+    assert worker.store.usage().segments == before
 
 
-def test_a_save_reports_missing_program_and_tensors() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        address = address_of(torch.ones(4))
-        assert worker.save(session, 1, b"no such program", [address], [], [], "x", False) == (True, [address])
-        assert session.segments == {}
-
-    with_worker(test)
+@in_worker()
+async def test_a_save_reports_missing_program_and_tensors(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    address = address_of(torch.ones(4))
+    assert worker.save(session, 1, b"no such program", [address], [], [], "x", False) == (True, [address])
+    assert session.segments == {}
 
 
 @pytest.mark.parametrize(("sources", "transient"), [(2, []), (0, []), (1, [1]), (1, [99])])
-def test_lists_that_do_not_fit_the_program(sources: int, transient: list[int]) -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        addresses = [put(worker, session, torch.full((4,), float(i))) for i in range(sources)]
-        with pytest.raises(ProgramError):
-            worker.save(session, 1, await worker.put_program(session, squaring()), addresses, transient, [], "x", False)
-
-    with_worker(test)
+@in_worker()
+async def test_lists_that_do_not_fit_the_program(worker: Worker, sources: int, transient: list[int]) -> None:
+    session = worker.open_session("trainer")
+    addresses = [put(worker, session, torch.full((4,), float(i))) for i in range(sources)]
+    with pytest.raises(ProgramError):
+        worker.save(session, 1, await worker.put_program(session, squaring()), addresses, transient, [], "x", False)
 
 
 def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> None:
@@ -190,62 +194,54 @@ def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> Non
         gc.enable()
 
 
-def test_the_session_of_a_silent_trainer_expires() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        await saved(worker, session)
-        while worker.sessions:
-            await asyncio.sleep(0.01)
-        assert worker.store.usage().segments == 0
-        with pytest.raises(SessionUnknownError, match="its lease of 0.2 s ran out"):
-            worker.session(session.id)
-
-    with_worker(test, lease_s=0.2)
+@in_worker(lease_s=0.2)
+async def test_the_session_of_a_silent_trainer_expires(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    await saved(worker, session)
+    while worker.sessions:
+        await asyncio.sleep(0.01)
+    assert worker.store.usage().segments == 0
+    with pytest.raises(SessionUnknownError, match="its lease of 0.2 s ran out"):
+        worker.session(session.id)
 
 
-def test_a_draining_worker_finishes_requests_and_accepts_nothing_new() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        segment = await saved(worker, session)
-        worker.draining = True
+@in_worker()
+async def test_a_draining_worker_finishes_requests_and_accepts_nothing_new(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    worker.draining = True
+    await backward(worker, session, segment)
+    with pytest.raises(DrainingError):
+        worker.open_session("another")
+    with pytest.raises(DrainingError):
+        await saved(worker, session, 2)
+
+
+@in_worker()
+async def test_a_segment_released_while_it_waits_is_not_run(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    request = asyncio.ensure_future(backward(worker, session, segment))
+    await asyncio.sleep(0)
+    worker.release(session, [1])
+    with pytest.raises(SegmentUnknownError):
+        await request
+    while len(worker.engine._executor):
+        await asyncio.sleep(0.01)
+    assert worker.store.usage().working == 0
+
+
+@in_worker(budget_bytes=300_000)
+async def test_segments_beyond_the_budget_are_refused_and_the_others_still_run(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    number = 0
+    with pytest.raises(BudgetError) as caught:
+        for number in range(100):
+            await saved(worker, session, number, float(number))
+    assert 0 < number < 99
+    assert caught.value.retry_after_s > 0
+    for segment in list(session.segments.values()):
         await backward(worker, session, segment)
-        with pytest.raises(DrainingError):
-            worker.open_session("another")
-        with pytest.raises(DrainingError):
-            await saved(worker, session, 2)
-
-    with_worker(test)
-
-
-def test_a_segment_released_while_it_waits_is_not_run() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        segment = await saved(worker, session)
-        request = asyncio.ensure_future(backward(worker, session, segment))
-        await asyncio.sleep(0)
-        worker.release(session, [1])
-        with pytest.raises(SegmentUnknownError):
-            await request
-        while len(worker.engine._executor):
-            await asyncio.sleep(0.01)
-        assert worker.store.usage().working == 0
-
-    with_worker(test)
-
-
-def test_segments_beyond_the_budget_are_refused_and_the_others_still_run() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        number = 0
-        with pytest.raises(BudgetError) as caught:
-            for number in range(100):
-                await saved(worker, session, number, float(number))
-        assert 0 < number < 99
-        assert caught.value.retry_after_s > 0
-        for segment in list(session.segments.values()):
-            await backward(worker, session, segment)
-
-    with_worker(test, budget_bytes=300_000)
 
 
 def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
@@ -283,14 +279,12 @@ def test_a_small_budget_keeps_ready_what_backward_needs_first() -> None:
 
 
 @pytest.mark.parametrize("states", [[b"state"], [bytes(1 << 20)]])
-def test_generator_states_without_a_draw_are_refused(states: list[bytes]) -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
-        with pytest.raises(ProgramError, match="draws"):
-            worker.save(session, 1, program, [address], [0], states, "square", False)
-
-    with_worker(test)
+@in_worker()
+async def test_generator_states_without_a_draw_are_refused(worker: Worker, states: list[bytes]) -> None:
+    session = worker.open_session("trainer")
+    program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
+    with pytest.raises(ProgramError, match="draws"):
+        worker.save(session, 1, program, [address], [0], states, "square", False)
 
 
 @pytest.mark.parametrize("end", ["release", "close", "lease"])
@@ -312,19 +306,17 @@ def test_the_end_of_a_segment_cancels_its_run(end: str) -> None:
     with_worker(test, lease_s=0.05 if end == "lease" else 30.0)
 
 
-def test_names_and_states_are_charged_to_the_session_and_refunded() -> None:
-    async def test(worker: Worker) -> None:
-        before = worker.store.usage()
-        session = worker.open_session("\U0001f600" * 200)
-        assert worker.store.usage().sessions >= before.sessions + 800
-        program = await worker.put_program(session, squaring())
-        address = put(worker, session, torch.ones(4))
-        worker.save(session, 1, program, [address], [0], [], "x", False)
-        short = worker.store.usage().segments
-        worker.save(session, 2, program, [address], [0], [], "\U0001f600" * 1_000, False)
-        assert worker.store.usage().segments >= short + 4_000
-        worker.close_session(session.id)
-        after = worker.store.usage()
-        assert (after.sessions, after.segments, after.cached) == (0, 0, 0)
-
-    with_worker(test)
+@in_worker()
+async def test_names_and_states_are_charged_to_the_session_and_refunded(worker: Worker) -> None:
+    before = worker.store.usage()
+    session = worker.open_session("\U0001f600" * 200)
+    assert worker.store.usage().sessions >= before.sessions + 800
+    program = await worker.put_program(session, squaring())
+    address = put(worker, session, torch.ones(4))
+    worker.save(session, 1, program, [address], [0], [], "x", False)
+    short = worker.store.usage().segments
+    worker.save(session, 2, program, [address], [0], [], "\U0001f600" * 1_000, False)
+    assert worker.store.usage().segments >= short + 4_000
+    worker.close_session(session.id)
+    after = worker.store.usage()
+    assert (after.sessions, after.segments, after.cached) == (0, 0, 0)

@@ -19,6 +19,7 @@ from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.tensors.durations import wait_s
 from conftest import wait_until
+from unit.test_telemetry import Reporter
 
 
 class Clock:
@@ -67,28 +68,10 @@ def test_events_are_bounded() -> None:
     assert texts == {f"for reason {number}" for number in range(MAX_KINDS, 2 * MAX_KINDS)}
 
 
-class Reports:
-    """The reports of a telemetry with two links."""
-
-    def __init__(self) -> None:
-        self.reports: list[telemetry_pb2.TrainerReport] = []
-        links = [telemetry_pb2.Link(worker="a:1", up_bytes=7), telemetry_pb2.Link(worker="b:2")]
-        self.telemetry = Telemetry(self._keep, telemetry_pb2.Run(id="run"), links=lambda: links)
-
-    def _keep(self, report: telemetry_pb2.TrainerReport) -> bool:
-        self.reports.append(telemetry_pb2.TrainerReport.FromString(report.SerializeToString()))
-        return True
-
-    def close(self) -> list[telemetry_pb2.TrainerReport]:
-        self.telemetry.start()
-        self.telemetry.close()
-        return self.reports
-
-
 def test_a_report_has_links_events_and_what_differences_spared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    reporter = Reports()
+    reporter = Reporter(links=[telemetry_pb2.Link(worker="a:1", up_bytes=7), telemetry_pb2.Link(worker="b:2")])
     call = CallLog(SegmentLog("Block"), reporter.telemetry)
     call.worker = "a:1"
     call.spared(500)
@@ -142,7 +125,7 @@ def test_events_that_wait_for_a_worker_are_bounded() -> None:
 
 def test_an_event_is_told_without_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "INTERVAL_S", 0.01)
-    reporter = Reports()
+    reporter = Reporter()
     reporter.telemetry.events.add("worker_lost", "a:1 was lost")
     reporter.telemetry.start()
     wait_until(lambda: bool(reporter.reports), "the event is told")
@@ -154,7 +137,7 @@ def test_an_event_is_told_without_any_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_answer_that_contradicts_the_clocks_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    reporter = Reports()
+    reporter = Reporter()
     monkeypatch.setattr("backhaul._observe.call_log.time", lambda: 100.0)
     call = CallLog(SegmentLog("Block"), reporter.telemetry)
     timing = Timing(queued_at_s=1_000.0, requested_at_s=1_000.0, recompute_at_s=1_001.0, recompute_s=2.0)

@@ -24,7 +24,7 @@ from backhaul_server.worker.engine.segment_machine import (
 from backhaul_server.worker.engine.store import ENTRY_BYTES
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.segment_answers import joined
-from unit.test_core import put, squaring, with_worker
+from unit.test_core import in_worker, put, squaring
 
 FIRST = Key("backward", 1)
 STATE = ambient_state.capture()
@@ -71,199 +71,181 @@ async def idle(worker: Worker) -> None:
         await asyncio.sleep(0)
 
 
-def test_a_speculative_backward_from_the_right_gradients_is_the_answer() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0])
-        gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
-            expected = gradient * 2 * value
-            gradient = await backward(worker, segment, gradient, runs_anew=False)
-            assert torch.equal(gradient, expected)
-        assert (worker.engine.work.hits, worker.engine.work.misses, worker.engine.work.recomputed) == (2, 0, 3)
-        assert worker.store.usage().working == 0
-
-    with_worker(test)
+@in_worker()
+async def test_a_speculative_backward_from_the_right_gradients_is_the_answer(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0, 16.0])
+    gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
+        expected = gradient * 2 * value
+        gradient = await backward(worker, segment, gradient, runs_anew=False)
+        assert torch.equal(gradient, expected)
+    assert (worker.engine.work.hits, worker.engine.work.misses, worker.engine.work.recomputed) == (2, 0, 3)
+    assert worker.store.usage().working == 0
 
 
-def test_a_run_evicts_no_replay_that_it_takes_over_itself() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0])
-        await idle(worker)
-        store = worker.store
+@in_worker()
+async def test_a_run_evicts_no_replay_that_it_takes_over_itself(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0, 16.0])
+    await idle(worker)
+    store = worker.store
 
-        def free_bytes() -> int:
-            usage = store.usage()
-            return usage.budget - usage.segments - usage.cached - usage.working - usage.results - usage.sessions
+    def free_bytes() -> int:
+        usage = store.usage()
+        return usage.budget - usage.segments - usage.cached - usage.working - usage.results - usage.sessions
 
-        for part in (2, 1):  # tensors that arrive for a segment which is not saved yet are evicted after replays
-            put(worker, segments[0].session, torch.ones((free_bytes() // part - ENTRY_BYTES) // 4))
-        first = segments[0].footprint
-        assert free_bytes() < first.run_bytes - first.ready_bytes
-        assert worker.engine._start_run(segments[0], first.run_bytes) is not None
-        assert [segment.machine.phase for segment in segments] == [Phase.READY, Phase.SAVED, Phase.READY]
-        assert segments[0].ready is not None
-
-    with_worker(test)
+    for part in (2, 1):  # tensors that arrive for a segment which is not saved yet are evicted after replays
+        put(worker, segments[0].session, torch.ones((free_bytes() // part - ENTRY_BYTES) // 4))
+    first = segments[0].footprint
+    assert free_bytes() < first.run_bytes - first.ready_bytes
+    assert worker.engine._start_run(segments[0], first.run_bytes) is not None
+    assert [segment.machine.phase for segment in segments] == [Phase.READY, Phase.SAVED, Phase.READY]
+    assert segments[0].ready is not None
 
 
-def test_a_speculative_backward_from_other_gradients_is_discarded() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
-        assert torch.equal(gradient, torch.full((4,), 2.0))
-        assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
-        assert worker.store.usage().working == 0
-
-    with_worker(test)
+@in_worker()
+async def test_a_speculative_backward_from_other_gradients_is_discarded(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
+    assert torch.equal(gradient, torch.full((4,), 2.0))
+    assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
+    assert worker.store.usage().working == 0
 
 
-def test_a_request_waits_for_its_speculative_backward() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        await idle(worker)  # both replays are there
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        assert segments[0].speculation is not None
-        assert segments[0].speculation.result is None
-        await backward(worker, segments[0], gradient, runs_anew=False)
-
-    with_worker(test)
+@in_worker()
+async def test_a_request_waits_for_its_speculative_backward(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    await idle(worker)  # both replays are there
+    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    assert segments[0].speculation is not None
+    assert segments[0].speculation.result is None
+    await backward(worker, segments[0], gradient, runs_anew=False)
 
 
-def test_other_ambient_settings_are_another_request() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        with torch.autocast("cpu", torch.bfloat16):
-            start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
-        perform = partial(segment_runs.backward, start=start, gradients={0: gradient})
-        await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
-        assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
-
-    with_worker(test)
+@in_worker()
+async def test_other_ambient_settings_are_another_request(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    with torch.autocast("cpu", torch.bfloat16):
+        start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
+    perform = partial(segment_runs.backward, start=start, gradients={0: gradient})
+    await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
+    assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
 
 
-def test_speculative_results_are_evicted_when_memory_is_needed() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        usage = worker.store.usage()
-        held = usage.segments + usage.sessions
-        worker.store.expect(segments[0].session, usage.budget - held - segments[0].footprint.run_bytes)
-        assert segments[0].speculation is None
-        assert segments[0].machine.phase is Phase.SAVED
-        assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
-
-    with_worker(test)
+@in_worker()
+async def test_speculative_results_are_evicted_when_memory_is_needed(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    usage = worker.store.usage()
+    held = usage.segments + usage.sessions
+    worker.store.expect(segments[0].session, usage.budget - held - segments[0].footprint.run_bytes)
+    assert segments[0].speculation is None
+    assert segments[0].machine.phase is Phase.SAVED
+    assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
 
 
-def test_a_segment_released_during_its_speculative_backward_leaves_nothing() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        session: SessionState = segments[0].session
-        worker.close_session(session.id)
-        await idle(worker)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-        assert segments[0].speculation is None
-        assert session.segments == {}
-
-    with_worker(test)
+@in_worker()
+async def test_a_segment_released_during_its_speculative_backward_leaves_nothing(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    session: SessionState = segments[0].session
+    worker.close_session(session.id)
+    await idle(worker)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
+    assert segments[0].speculation is None
+    assert session.segments == {}
 
 
-def test_a_released_predecessor_is_skipped() -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0])
-        worker.release(segments[0].session, [1])
-        await backward(worker, segments[1], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        assert worker.engine.work.recomputed == 1
-
-    with_worker(test)
+@in_worker()
+async def test_a_released_predecessor_is_skipped(worker: Worker) -> None:
+    segments = await chain(worker, [2.0, 4.0])
+    worker.release(segments[0].session, [1])
+    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    assert worker.engine.work.recomputed == 1
 
 
-def test_short_speculative_backwards_share_a_job(monkeypatch: pytest.MonkeyPatch, short_s: float) -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
-        await idle(worker)
-        jobs: list[int] = []
-        run_backwards = worker.engine._run_backwards
+@in_worker()
+async def test_short_speculative_backwards_share_a_job(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, short_s: float
+) -> None:
+    segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+    await idle(worker)
+    jobs: list[int] = []
+    run_backwards = worker.engine._run_backwards
 
-        def noted(first: Segment) -> None:
-            jobs.append(first.id)
-            run_backwards(first)
+    def noted(first: Segment) -> None:
+        jobs.append(first.id)
+        run_backwards(first)
 
-        monkeypatch.setattr(worker.engine, "_run_backwards", noted)
-        queue = segments[0].session.open_push_queue()
-        await backward(worker, segments[3], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        assert jobs == ([3] if short_s else [3, 2, 1])
-        pushed = [queue.get_nowait() for _ in range(queue.qsize())]
-        assert [segment.id for segment in pushed if segment is not None] == [3, 2, 1]
-
-    with_worker(test)
+    monkeypatch.setattr(worker.engine, "_run_backwards", noted)
+    queue = segments[0].session.open_push_queue()
+    await backward(worker, segments[3], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    assert jobs == ([3] if short_s else [3, 2, 1])
+    pushed = [queue.get_nowait() for _ in range(queue.qsize())]
+    assert [segment.id for segment in pushed if segment is not None] == [3, 2, 1]
 
 
 @pytest.mark.parametrize("gone", [1, 2])
-def test_a_segment_released_in_the_midst_of_its_chain(monkeypatch: pytest.MonkeyPatch, gone: int) -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
-        await idle(worker)
-        run = segment_runs.backward
+@in_worker()
+async def test_a_segment_released_in_the_midst_of_its_chain(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
+    await idle(worker)
+    run = segment_runs.backward
 
-        def run_and_release(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
-            if work is first:
-                asyncio.run_coroutine_threadsafe(release(), loop).result()
-            return run(work, *args)
+    def run_and_release(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
+        if work is first:
+            asyncio.run_coroutine_threadsafe(release(), loop).result()
+        return run(work, *args)
 
-        async def release() -> None:
-            worker.release(segments[0].session, [gone])
+    async def release() -> None:
+        worker.release(segments[0].session, [gone])
 
-        loop, first = asyncio.get_running_loop(), segments[2].inputs
-        monkeypatch.setattr(segment_runs, "backward", run_and_release)
-        await backward(worker, segments[3], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        assert [segment.speculation is not None for segment in segments] == [False, gone == 1, True, False]
-        assert segments[gone - 1].ready is None
-        worker.close_session(segments[0].session.id)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-
-    with_worker(test)
+    loop, first = asyncio.get_running_loop(), segments[2].inputs
+    monkeypatch.setattr(segment_runs, "backward", run_and_release)
+    await backward(worker, segments[3], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    assert [segment.speculation is not None for segment in segments] == [False, gone == 1, True, False]
+    assert segments[gone - 1].ready is None
+    worker.close_session(segments[0].session.id)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
 
-def test_a_request_in_the_midst_of_its_chain_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(worker: Worker) -> None:
-        segments = await chain(worker, [2.0, 4.0, 16.0])
-        await idle(worker)
-        run = segment_runs.backward
-        asked: list[asyncio.Task[torch.Tensor]] = []
+@in_worker()
+async def test_a_request_in_the_midst_of_its_chain_is_answered(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = await chain(worker, [2.0, 4.0, 16.0])
+    await idle(worker)
+    run = segment_runs.backward
+    asked: list[asyncio.Task[torch.Tensor]] = []
 
-        def run_and_ask(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
-            if work is middle and not asked:
-                asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
-            return run(work, *args)
+    def run_and_ask(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
+        if work is middle and not asked:
+            asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
+        return run(work, *args)
 
-        async def ask() -> "asyncio.Task[torch.Tensor]":
-            task = asyncio.create_task(backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True))
-            await asyncio.sleep(0)
-            return task
+    async def ask() -> "asyncio.Task[torch.Tensor]":
+        task = asyncio.create_task(backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True))
+        await asyncio.sleep(0)
+        return task
 
-        loop, middle = asyncio.get_running_loop(), segments[1].inputs
-        monkeypatch.setattr(segment_runs, "backward", run_and_ask)
-        await backward(worker, segments[2], torch.ones(4), runs_anew=True)
-        await idle(worker)
-        assert torch.equal(await asked[0], torch.full((4,), 2.0))
-        worker.close_session(segments[0].session.id)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
-
-    with_worker(test)
+    loop, middle = asyncio.get_running_loop(), segments[1].inputs
+    monkeypatch.setattr(segment_runs, "backward", run_and_ask)
+    await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+    await idle(worker)
+    assert torch.equal(await asked[0], torch.full((4,), 2.0))
+    worker.close_session(segments[0].session.id)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.working, usage.results) == (0, 0, 0)
 
 
 def test_short_answers_share_a_message_and_none_is_taken_before_it_is_sent() -> None:
@@ -316,56 +298,52 @@ def states() -> list[bytes]:
 
 @pytest.mark.parametrize("is_right", [True, False])
 @pytest.mark.parametrize("is_early", [True, False])
-def test_a_replay_that_began_before_its_call_had_ended(*, is_right: bool, is_early: bool) -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        program = await worker.put_program(session, drawing())
-        address = put(worker, session, torch.ones(4))
-        first, second = states()
-        more = () if is_right else states()
+@in_worker()
+async def test_a_replay_that_began_before_its_call_had_ended(worker: Worker, *, is_right: bool, is_early: bool) -> None:
+    session = worker.open_session("trainer")
+    program = await worker.put_program(session, drawing())
+    address = put(worker, session, torch.ones(4))
+    first, second = states()
+    more = () if is_right else states()
 
-        def save(given: list[bytes], *, is_predicted: bool) -> None:
-            missing = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
-            assert missing == (False, [])
+    def save(given: list[bytes], *, is_predicted: bool) -> None:
+        missing = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
+        assert missing == (False, [])
 
-        save([first, b""], is_predicted=True)
-        with pytest.raises(SegmentUnknownError):
-            worker.segment(session, 1)
-        if not is_early:
-            await idle(worker)
-        replayed = session.segments[1].ready
-        save([first, *(more[:1] or [second])], is_predicted=False)
-        segment = worker.segment(session, 1)
+    save([first, b""], is_predicted=True)
+    with pytest.raises(SegmentUnknownError):
+        worker.segment(session, 1)
+    if not is_early:
         await idle(worker)
-        assert segment.ready is not None
-        assert segment.inputs is not None
-        assert (segment.ready is replayed) is (is_right and not is_early)
-        assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
-        assert worker.engine.work.misses == (not is_right and not is_early)
-        worker.release(session, [1])
-        worker.close_session(session.id)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.cached) == (0, 0, 0)
+    replayed = session.segments[1].ready
+    save([first, *(more[:1] or [second])], is_predicted=False)
+    segment = worker.segment(session, 1)
+    await idle(worker)
+    assert segment.ready is not None
+    assert segment.inputs is not None
+    assert (segment.ready is replayed) is (is_right and not is_early)
+    assert segment.ready.replay.drawn_from == list(segment.inputs.generator_states)
+    assert worker.engine.work.misses == (not is_right and not is_early)
+    worker.release(session, [1])
+    worker.close_session(session.id)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.working, usage.cached) == (0, 0, 0)
 
-    with_worker(test)
 
-
-def test_a_mispredicted_segment_is_replaced() -> None:
-    async def test(worker: Worker) -> None:
-        session = worker.open_session("trainer")
-        program = await worker.put_program(session, squaring())
-        two, three = put(worker, session, torch.full((4,), 2.0)), put(worker, session, torch.full((4,), 3.0))
-        worker.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
-        await asyncio.sleep(0)  # its replay may run now
-        assert worker.save(session, 1, program, [three], [0], [], "", False) == (False, [])
-        segment = worker.segment(session, 1)
-        gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
-        assert torch.equal(gradient, torch.full((4,), 6.0))
-        assert worker.engine.work.misses == 1
-        await idle(worker)
-        worker.release(session, [1])
-        worker.close_session(session.id)
-        usage = worker.store.usage()
-        assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)
-
-    with_worker(test)
+@in_worker()
+async def test_a_mispredicted_segment_is_replaced(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    program = await worker.put_program(session, squaring())
+    two, three = put(worker, session, torch.full((4,), 2.0)), put(worker, session, torch.full((4,), 3.0))
+    worker.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
+    await asyncio.sleep(0)  # its replay may run now
+    assert worker.save(session, 1, program, [three], [0], [], "", False) == (False, [])
+    segment = worker.segment(session, 1)
+    gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
+    assert torch.equal(gradient, torch.full((4,), 6.0))
+    assert worker.engine.work.misses == 1
+    await idle(worker)
+    worker.release(session, [1])
+    worker.close_session(session.id)
+    usage = worker.store.usage()
+    assert (usage.segments, usage.working, usage.results, usage.cached) == (0, 0, 0, 0)

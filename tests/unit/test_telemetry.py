@@ -1,7 +1,7 @@
 """What a trainer tells of its steps: counted, bounded, and never in the way."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -25,12 +25,16 @@ class Frame:
 class Reporter:
     """A telemetry whose reports are kept."""
 
-    def __init__(self, deliver: Callable[[telemetry_pb2.TrainerReport], bool] | None = None) -> None:
+    def __init__(
+        self,
+        deliver: Callable[[telemetry_pb2.TrainerReport], bool] | None = None,
+        links: Sequence[telemetry_pb2.Link] = (),
+    ) -> None:
         self.reports: list[telemetry_pb2.TrainerReport] = []
-        self.telemetry = Telemetry(deliver or self._keep, telemetry_pb2.Run(id="run"))
+        self.telemetry = Telemetry(deliver or self._keep, telemetry_pb2.Run(id="run"), links=lambda: list(links))
 
     def _keep(self, report: telemetry_pb2.TrainerReport) -> bool:
-        self.reports.append(report)
+        self.reports.append(telemetry_pb2.TrainerReport.FromString(report.SerializeToString()))
         return True
 
     def call(self, name: str = "block") -> CallLog:
