@@ -12,8 +12,9 @@ import pytest
 
 from backhaul_server.dashboard.http.feed import MOST_LISTENERS
 from conftest import wait_until
+from support.cluster import Cluster
 from support.dashboards import Dashboard
-from support.reporting import FakeWorker, Fleet, Training
+from support.reporting import FakeWorker, Training
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def test_events_are_named_and_say_when_to_come_back(worker_of_the_test: FakeWork
 
 @pytest.mark.slow
 def test_sigterm_ends_it_within_a_second_with_streams_open() -> None:
-    with Fleet(20, 10_000) as fleet, ExitStack() as streams:
-        dashboard = Dashboard(*fleet.addresses).ready()
+    with Cluster(20, 10_000, jobs=0) as cluster, ExitStack() as streams:
+        dashboard = Dashboard(*cluster.addresses).ready()
         wait_until(lambda: dashboard.api("segments?limit=1")["total"] == 10_000, "all is told")
         opened = [
             streams.enter_context(httpx.stream("GET", f"{dashboard.url}/api/v1/live")).iter_lines() for _ in range(5)
@@ -80,8 +81,8 @@ def test_sigterm_ends_it_within_a_second_with_streams_open() -> None:
 @pytest.mark.nightly
 def test_a_listener_that_does_not_read_costs_nobody_anything() -> None:
     with (
-        Fleet(50, 100) as fleet,
-        Dashboard(*fleet.addresses).ready() as dashboard,
+        Cluster(50, 100, jobs=0) as cluster,
+        Dashboard(*cluster.addresses).ready() as dashboard,
         deaf(dashboard, "/api/v1/live"),
         deaf(dashboard, *["/api/v1/workers"] * 500),
     ):

@@ -8,8 +8,9 @@ import pytest
 
 from backhaul_proto.v1.telemetry_pb2 import TrainerReport
 from conftest import wait_until
+from support.cluster import Cluster
 from support.dashboards import Dashboard
-from support.reporting import FakeWorker, Fleet, Training
+from support.reporting import FakeWorker, Training
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_nonsense_from_a_trainer_harms_nobody(workers: tuple[FakeWorker, FakeWor
 
 @pytest.mark.nightly
 def test_fifty_workers_and_ten_thousand_segments_are_shown() -> None:
-    with Fleet(50, 10_000) as fleet, Dashboard(*fleet.addresses) as dashboard:
+    with Cluster(50, 10_000, jobs=0) as cluster, Dashboard(*cluster.addresses) as dashboard:
         wait_until(lambda: dashboard.api("segments?limit=1")["total"] == 10_000, "all are told")
         wait_until(lambda: dashboard.api("overview")["healthy_workers"] == 50, "all are seen")
         page = dashboard.api("segments?sort=segment&descending=true&limit=2")

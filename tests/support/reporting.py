@@ -1,6 +1,5 @@
 """What trainers tell and workers answer, made up: for a dashboard of many workers and segments without any training."""
 
-import random
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -207,83 +206,3 @@ def _telemetry() -> telemetry_pb2.GetTelemetryResponse:
         memory=telemetry_pb2.MemoryTelemetry(budget_bytes=4 << 30, resident_bytes=600 << 20),
         fingerprint={"torch": "2.13.0", "device": "cpu"},
     )
-
-
-class Fleet:
-    """Many workers and a trainer that trains with all of them: each second brings steps, calls and other numbers.
-
-    Args:
-        workers: How many.
-        segments: Of the trainer's model; its whole table is told at once, then a part of it each second.
-    """
-
-    def __init__(self, workers: int = 50, segments: int = 10_000, told_a_second: int = 200) -> None:
-        self.workers = [FakeWorker() for _ in range(workers)]
-        self.addresses = [worker.address for worker in self.workers]
-        self.training = Training(segments=segments, workers=self.addresses, step_s=1.0)
-        self._told_a_second = told_a_second
-        self._random = random.Random(0)
-        self._step = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._live)
-
-    def start(self) -> None:
-        """Begins to change."""
-        self.training.began_at_s = time.time() - 1
-        calls = [self.training.call(0, number) for number in range(self.training.segments)]
-        for start in range(0, len(calls), 1_000):
-            self._tell([], calls[start : start + 1_000])
-        self._thread.start()
-
-    def _live(self) -> None:
-        while not self._ended.wait(1.0):
-            first = self._step * self._told_a_second % self.training.segments
-            numbers = range(first, min(first + self._told_a_second, self.training.segments))
-            step = self.training.step(self._step, started_at_s=time.time() - 1)
-            self._tell([step], [self.training.call(self._step, number) for number in numbers])
-            self._step += 1
-            for worker in self.workers:
-                self._change(worker)
-
-    def _tell(self, steps: list[telemetry_pb2.Step], calls: list[telemetry_pb2.SegmentCall]) -> None:
-        self.workers[0].tell(telemetry_pb2.TrainerReport(run=self.training.about(), steps=steps, calls=calls))
-
-    def _change(self, worker: FakeWorker) -> None:
-        for method, typical_s in (
-            ("Backward", 0.03),
-            ("SaveSegment", 0.002),
-            ("PutTensors", 0.01),
-            ("KeepSession", 5e-4),
-        ):
-            worker.served(method, [typical_s * self._random.lognormvariate(0, 0.5) for _ in range(20)])
-        with worker.lock:
-            telemetry = worker.telemetry
-            telemetry.uptime_s += 1
-            telemetry.recomputed_segments += 20
-            telemetry.received_bytes += 100_000_000
-            telemetry.sent_bytes += 80_000_000
-            telemetry.memory.segment_bytes = self._random.randrange(500_000_000, 900_000_000)
-            telemetry.memory.cached_bytes = self._random.randrange(900_000_000, 1_100_000_000)
-            telemetry.memory.working_bytes = self._random.randrange(100_000_000, 400_000_000)
-            telemetry.memory.result_bytes = self._random.randrange(0, 50_000_000)
-            if not telemetry.sessions:
-                telemetry.sessions.add(run=self.training.run, trainer="gpu-box:4711", client_version=version())
-            session = telemetry.sessions[0]
-            session.segments = self.training.segments // len(self.workers)
-            session.held_bytes = telemetry.memory.segment_bytes
-            session.idle_s = self._random.random()
-
-    def close(self) -> None:
-        """Ends all."""
-        self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        for worker in self.workers:
-            worker.close()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
