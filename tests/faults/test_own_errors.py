@@ -215,14 +215,6 @@ def test_a_session_closes_although_nothing_can_be_released(
         assert differing(gradients(session.checkpoint), plain) == []
 
 
-def test_an_error_of_the_user_passes(session: Session) -> None:
-    def broken(x: Tensor) -> Tensor:
-        raise InjectedError("of the user")
-
-    with pytest.raises(InjectedError, match="of the user"):
-        session.checkpoint(broken, torch.ones(3, requires_grad=True))
-
-
 @pytest.mark.parametrize(
     "step_at",
     [

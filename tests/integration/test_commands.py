@@ -4,8 +4,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +14,7 @@ import pytest
 from backhaul_runtime.process.credentials import read_token
 from conftest import wait_until
 from support import nursery
+from support.dashboards import Dashboard
 from support.processes import WorkerProcess
 
 
@@ -25,28 +24,18 @@ def run(*arguments: str) -> tuple[int, str]:
     return process.returncode, process.stdout + process.stderr
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> Path:
-    run("token", str(tmp_path / "token"))
-    return tmp_path / "token"
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("token") / "token"
+    run("token", str(path))
+    return path
 
 
-@pytest.fixture
-def guarded_dashboard(token_file: Path) -> Iterator[httpx.Client]:
-    """A dashboard with a token."""
-    options = ["--worker", "127.0.0.1:1", "--listen", "127.0.0.1:0", "--token-file", str(token_file)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "backhaul", "dashboard", *options], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        with httpx.Client(base_url=process.stdout.readline().rpartition(" ")[2].strip(), timeout=60) as client:
-            yield client
-        assert read_token(token_file) not in Path(f"/proc/{process.pid}/cmdline").read_text()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.stdout.close()
-        process.wait(240)
+@pytest.fixture(scope="module")
+def guarded_dashboard(token_file: Path) -> Iterator[str]:
+    """The URL of a dashboard with a token."""
+    with Dashboard("127.0.0.1:1", options=("--token-file", str(token_file))) as dashboard:
+        yield dashboard.url
 
 
 @pytest.mark.slow
@@ -117,25 +106,25 @@ def test_a_bad_option_is_named(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: httpx.Client, token_file: Path) -> None:
-    client, url = guarded_dashboard, str(guarded_dashboard.base_url).rstrip("/")
-    assert run("health", url) == (0, f"{url}: serving\n")
-    assert run("health", f"{url}/no/such/path")[0] == 1
+def test_a_dashboard_with_a_token_is_well_and_logs_people_in(guarded_dashboard: str, token_file: Path) -> None:
+    assert run("health", guarded_dashboard) == (0, f"{guarded_dashboard}: serving\n")
+    assert run("health", f"{guarded_dashboard}/no/such/path")[0] == 1
 
-    led = client.get("/", headers={"accept": "text/html"})
-    assert (led.status_code, led.headers["location"]) == (303, "login")
-    form = client.get("/login").text
-    for path in re.findall(r'(?:src|href)="([^"]+)"', form):
-        assert client.get(path).status_code == 200
-    assert not re.search(r"<script|<style|style=|onclick=|https?:", form)
-    assert client.post("/login", data={"token": "wrong"}).status_code == 401
-    assert client.post("/login", data={"token": read_token(token_file)}).status_code == 303
-    assert "<title>Backhaul</title>" in client.get("/").text
+    with httpx.Client(base_url=guarded_dashboard, timeout=60) as client:
+        led = client.get("/", headers={"accept": "text/html"})
+        assert (led.status_code, led.headers["location"]) == (303, "login")
+        form = client.get("/login").text
+        for path in re.findall(r'(?:src|href)="([^"]+)"', form):
+            assert client.get(path).status_code == 200
+        assert not re.search(r"<script|<style|style=|onclick=|https?:", form)
+        assert client.post("/login", data={"token": "wrong"}).status_code == 401
+        assert client.post("/login", data={"token": read_token(token_file)}).status_code == 303
+        assert "<title>Backhaul</title>" in client.get("/").text
 
 
 @pytest.mark.parametrize("shown", [[], ["wrong"], ["TOKEN", "TOKEN"], ["TOKEN", "wrong"]])
-def test_headers_come_as_they_were_sent(shown: list[str], guarded_dashboard: httpx.Client, token_file: Path) -> None:
-    token, url = read_token(token_file), urlsplit(str(guarded_dashboard.base_url))
+def test_headers_come_as_they_were_sent(shown: list[str], guarded_dashboard: str, token_file: Path) -> None:
+    token, url = read_token(token_file), urlsplit(guarded_dashboard)
     headers = "".join(f"Authorization: Bearer {token if word == 'TOKEN' else word}\r\n" for word in shown)
     with socket.create_connection((str(url.hostname), url.port or 0), timeout=60) as connection:
         connection.sendall(f"GET /metrics HTTP/1.1\r\nHost: x\r\n{headers}Connection: close\r\n\r\n".encode())

@@ -22,10 +22,15 @@ from support.processes import WorkerProcess
 connect = partial(backhaul.connect, settings=QUIET)
 
 
+SHOWN: list[str] = []
+"""Tokens of these tests."""
+
+
 def new_token(path: Path) -> str:
     """Replaces what the file holds."""
     path.unlink(missing_ok=True)
     make_token(path)
+    SHOWN.append(read_token(path))
     return str(path)
 
 
@@ -36,9 +41,13 @@ def token_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def guarded(token_file: str) -> Iterator[WorkerProcess]:
-    """A worker with a token."""
-    with WorkerProcess("--memory", "1GiB", "--token-file", token_file) as process:
+    """A worker that logs all that it can, and never its token or another that somebody has shown."""
+    options, all_of_it = ["--memory", "1GiB", "--token-file", token_file], {"BACKHAUL_LOG_LEVEL": "debug"}
+    with WorkerProcess(*options, environment=all_of_it) as process:
         yield process
+        logged = process.end()
+    assert "opened a session" in logged
+    assert [token for token in SHOWN if token in logged] == []
 
 
 def compared(session: Session, returns: str) -> None:

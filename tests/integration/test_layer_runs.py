@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
-from support.processes import WorkerProcess
+from backhaul import Session
 
 
 class Layer(nn.Module):
@@ -73,41 +73,38 @@ def trained(model: nn.Module, steps: int = 3) -> list[Tensor]:
 
 @pytest.mark.parametrize("between", ["", "op", "shape", "skip", *SETTINGS])
 @pytest.mark.parametrize("segment_layers", [2, 3, 5])
-def test_gradients_have_the_same_bits(worker: WorkerProcess, between: str, segment_layers: int) -> None:
+def test_gradients_have_the_same_bits(session: Session, between: str, segment_layers: int) -> None:
     model = Model(between)
     other = deepcopy(model)
     plain = trained(other)
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=segment_layers)
-        joined = trained(model)
-        calls = session.report().segments[0].calls
+    session.wrap(model, Layer, segment_layers=segment_layers)
+    joined = trained(model)
+    calls = session.report().segments[0].calls
     assert all(map(torch.equal, joined, plain))
     assert model.probes == other.probes
     stays_alone = between == "op" and segment_layers == 5
     assert (calls < 3 * 5) != stays_alone  # the first forward has a segment for each layer
 
 
-def test_a_run_is_one_call(worker: WorkerProcess) -> None:
+def test_a_run_is_one_call(session: Session) -> None:
     model = Model()
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=3)
-        trained(model, steps=2)
-        (segment,) = session.report().segments
-        assert segment.name == "Layer"
-        assert segment.calls == 5 + 2
-        assert session.report().fallbacks == 0
+    session.wrap(model, Layer, segment_layers=3)
+    trained(model, steps=2)
+    (segment,) = session.report().segments
+    assert segment.name == "Layer"
+    assert segment.calls == 5 + 2
+    assert session.report().fallbacks == 0
 
 
-def test_a_value_inside_a_segment_cannot_be_used_outside(worker: WorkerProcess) -> None:
+def test_a_value_inside_a_segment_cannot_be_used_outside(session: Session) -> None:
     model = Model("list")
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=5)
+    session.wrap(model, Layer, segment_layers=5)
+    trained(model, steps=1)
+    with pytest.raises(RuntimeError, match="segment_layers=1"):
         trained(model, steps=1)
-        with pytest.raises(RuntimeError, match="segment_layers=1"):
-            trained(model, steps=1)
 
 
-def test_layers_that_return_something_else_stay_alone(worker: WorkerProcess) -> None:
+def test_layers_that_return_something_else_stay_alone(session: Session) -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -117,55 +114,51 @@ def test_layers_that_return_something_else_stay_alone(worker: WorkerProcess) -> 
             return (self.linear(x),)
 
     layers = nn.ModuleList(Pair() for _ in range(3))
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(layers, Pair, segment_layers=3)
-        for _ in range(2):
-            x = torch.ones(2, 4)
-            for layer in layers:
-                (x,) = layer(x)
-            x.sum().backward()
-        assert session.report().segments[0].calls == 6
+    session.wrap(layers, Pair, segment_layers=3)
+    for _ in range(2):
+        x = torch.ones(2, 4)
+        for layer in layers:
+            (x,) = layer(x)
+        x.sum().backward()
+    assert session.report().segments[0].calls == 6
 
 
-def test_the_last_layers_can_stay_without_checkpointing(worker: WorkerProcess) -> None:
+def test_the_last_layers_can_stay_without_checkpointing(session: Session) -> None:
     model = Model()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, kept_layers=2)
-        kept = trained(model)
-        assert session.report().segments[0].calls == 3 * 3
-        assert all(map(torch.equal, kept, plain))
+    session.wrap(model, Layer, kept_layers=2)
+    kept = trained(model)
+    assert session.report().segments[0].calls == 3 * 3
+    assert all(map(torch.equal, kept, plain))
 
 
-def test_copies_and_unwrapped_models_work(worker: WorkerProcess) -> None:
+def test_copies_and_unwrapped_models_work(session: Session) -> None:
     model = Model()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=2)
-        copied = deepcopy(model)
-        assert all(map(torch.equal, trained(copied), plain))
-        runs = [vars(layer).get("_run") for layer in copied.layers]
-        assert runs[0] is runs[1] is not runs[2]
-        assert runs[0] is not vars(model.layers[0])["_run"]
-        assert session.report().segments[0].calls == 5 + 3 + 3
-        backhaul.unwrap(copied)
-        assert all(type(layer) is Layer for layer in copied.layers)
+    session.wrap(model, Layer, segment_layers=2)
+    copied = deepcopy(model)
+    assert all(map(torch.equal, trained(copied), plain))
+    runs = [vars(layer).get("_run") for layer in copied.layers]
+    assert runs[0] is runs[1] is not runs[2]
+    assert runs[0] is not vars(model.layers[0])["_run"]
+    assert session.report().segments[0].calls == 5 + 3 + 3
+    backhaul.unwrap(copied)
+    assert all(type(layer) is Layer for layer in copied.layers)
 
 
-def test_without_gradients_each_layer_runs_at_once(worker: WorkerProcess) -> None:
+def test_without_gradients_each_layer_runs_at_once(session: Session) -> None:
     model = Model()
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=5)
-        trained(model, steps=2)
-        model.eval()
-        with torch.no_grad():
-            outputs = [torch.ones(1, 8)]
-            for layer in model.layers:
-                outputs.append(layer(outputs[-1]))
-        assert all(type(output) is Tensor and not torch.equal(output, before) for before, output in pairwise(outputs))
+    session.wrap(model, Layer, segment_layers=5)
+    trained(model, steps=2)
+    model.eval()
+    with torch.no_grad():
+        outputs = [torch.ones(1, 8)]
+        for layer in model.layers:
+            outputs.append(layer(outputs[-1]))
+    assert all(type(output) is Tensor and not torch.equal(output, before) for before, output in pairwise(outputs))
 
 
-def test_layers_under_different_settings_are_not_joined(worker: WorkerProcess) -> None:
+def test_layers_under_different_settings_are_not_joined(session: Session) -> None:
     class Mixed(Model):
         def forward(self, x: Tensor) -> Tensor:
             for number, layer in enumerate(self.layers):
@@ -175,15 +168,14 @@ def test_layers_under_different_settings_are_not_joined(worker: WorkerProcess) -
 
     model = Mixed()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=5)
-        joined = trained(model)
-        assert session.report().segments[0].calls == 5 + 2 + 2
+    session.wrap(model, Layer, segment_layers=5)
+    joined = trained(model)
+    assert session.report().segments[0].calls == 5 + 2 + 2
     assert all(map(torch.equal, joined, plain))
 
 
 @pytest.mark.parametrize("what", ["argument", "input", "weight", "another weight"])
-def test_a_change_between_joined_layers_is_an_error(what: str, worker: WorkerProcess) -> None:
+def test_a_change_between_joined_layers_is_an_error(what: str, session: Session) -> None:
     """Because the layers before it have not run yet."""
 
     class Changing(Model):
@@ -203,14 +195,13 @@ def test_a_change_between_joined_layers_is_an_error(what: str, worker: WorkerPro
             return x.sum()
 
     model = Changing()
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Layer, segment_layers=5)
+    session.wrap(model, Layer, segment_layers=5)
+    model(torch.randn(4, 8, requires_grad=True))
+    with pytest.raises(RuntimeError, match="segment_layers=1"):
         model(torch.randn(4, 8, requires_grad=True))
-        with pytest.raises(RuntimeError, match="segment_layers=1"):
-            model(torch.randn(4, 8, requires_grad=True))
 
 
-def test_layers_that_set_attributes_stay_alone(worker: WorkerProcess) -> None:
+def test_layers_that_set_attributes_stay_alone(session: Session) -> None:
     """The model may read them after each layer, as it reads the auxiliary losses of experts."""
 
     class Noting(Layer):
@@ -235,6 +226,5 @@ def test_layers_that_set_attributes_stay_alone(worker: WorkerProcess) -> None:
 
     model = Summing()
     plain = trained(deepcopy(model))
-    with backhaul.connect(worker.address, settings=backhaul.Settings(silence_s=240)) as session:
-        session.wrap(model, Noting, segment_layers=3)
-        assert all(map(torch.equal, trained(model), plain))
+    session.wrap(model, Noting, segment_layers=3)
+    assert all(map(torch.equal, trained(model), plain))

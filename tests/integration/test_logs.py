@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from pathlib import Path
 
 import grpc
 import httpx
@@ -24,6 +23,7 @@ from backhaul import Session
 from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET, quiet, settle, wait_until
+from support.nursery import ForkedCommand
 from support.processes import WorkerProcess
 from support.wire import Services
 
@@ -117,25 +117,6 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
 
 
 @pytest.mark.slow
-def test_no_token_is_logged_however_much_else_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
-    for file in (right, wrong):
-        file.write_text(f"the-{file.name}-token-of-thirty-two-characters")
-        file.chmod(0o600)
-    caplog.set_level(logging.DEBUG)
-    settings = {"BACKHAUL_LOG_LEVEL": "debug", "BACKHAUL_WORKER_TOKEN_FILE": str(right)}
-    with WorkerProcess("--memory", "1GiB", environment=settings) as worker:
-        with backhaul.connect(worker.address, token_file=str(right), settings=QUIET) as session:
-            train(session, calls=1)
-            assert session.report().remote == 1
-        with pytest.raises(backhaul.CredentialError):
-            backhaul.connect(worker.address, token_file=str(wrong))
-        logged = worker.end()
-    assert named(lines(logged), "opened a session")
-    assert "-token-of-" not in logged + caplog.text
-
-
-@pytest.mark.slow
 def test_a_trainer_that_is_gone_is_named() -> None:
     code = "import backhaul, os, sys; print(backhaul.connect(sys.argv[1]).run, flush=True); os.kill(os.getpid(), 9)"
     with WorkerProcess("--memory", "1GiB", "--lease", "0.2") as worker:
@@ -169,14 +150,13 @@ def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
 @pytest.mark.slow
 def test_a_terminal_gets_text() -> None:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "backhaul", "worker", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, stderr=theirs
-    )
-    os.close(theirs)
+    with os.fdopen(theirs, "w") as terminal:
+        process = ForkedCommand(["worker", "--listen", "127.0.0.1:0"], terminal)
     assert process.stdout is not None
     process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
+    process.terminate()
     process.communicate(timeout=240)
+    process.stdout.close()
     shown = os.read(ours, 65536).decode()
     os.close(ours)
     assert " INFO backhaul.worker: The worker is stopping: " in shown
@@ -209,22 +189,19 @@ def test_the_trainers_log_says_which_session_segment_and_step(
 
 
 @pytest.mark.slow
-def test_an_embedded_worker_is_heard_as_loud_as_it_speaks(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_embedded_worker_is_heard_as_loud_as_it_speaks_and_has_its_settings_from_its_session(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "backhaul")
-    with backhaul.connect(settings=QUIET) as session:
-        wait_until(lambda: "opened a session" in caplog.text, "its line has come")
-    (record,) = [record for record in caplog.records if "opened a session" in record.getMessage()]
-    assert (record.name, record.levelname) == ("backhaul.worker", "INFO")
-    assert record.__dict__["session"] == session.run
-
-
-@pytest.mark.slow
-def test_an_embedded_worker_has_its_settings_from_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BACKHAUL_WORKER_MEMORY", "lots")
     monkeypatch.setenv("BACKHAUL_LOG_FORMAT", "xml")
     with backhaul.connect(settings=quiet(memory_bytes=1 << 30)) as session:
+        wait_until(lambda: "opened a session" in caplog.text, "its line has come")
         train(session, calls=1)
         assert session.report().remote == 1
+    (record,) = [record for record in caplog.records if "opened a session" in record.getMessage()]
+    assert (record.name, record.levelname) == ("backhaul.worker", "INFO")
+    assert record.__dict__["session"] == session.run
 
 
 def test_what_an_embedded_worker_said_last_can_be_read(caplog: pytest.LogCaptureFixture) -> None:

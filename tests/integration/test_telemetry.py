@@ -1,5 +1,7 @@
 """Steps and segments of a training as a worker's telemetry has them."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -114,25 +116,23 @@ def test_a_block_is_told_with_its_shares_and_micro_batches(session: Session, wor
 
 
 @pytest.mark.slow
-def test_why_activations_come_back_is_told(session: Session, worker: WorkerProcess) -> None:
-    x = torch.randn(8, requires_grad=True)
-    session.checkpoint(lambda x: (x.exp().sin(), x.view(2, 4)), x)[0].sum().backward()
+@pytest.mark.parametrize(
+    ("function", "decision", "why"),
+    [
+        (lambda x: (x.exp().sin(), x.view(2, 4)), "activations", "shares memory"),
+        (lambda x: (TimesOne.apply(x.exp()).sin(),), "kept", "TimesOne"),
+    ],
+)
+def test_why_activations_come_back_or_are_kept_is_told(
+    session: Session, worker: WorkerProcess, function: Any, decision: str, why: str
+) -> None:
+    session.checkpoint(function, torch.randn(8, requires_grad=True))[0].sum().backward()
     session.step(3.5)
     reports = told(session, worker, calls=1, steps=1)
     (call,) = [call for report in reports for call in report.calls]
-    assert "shares memory" in call.reason
-    assert call.decision == "activations"
+    assert why in call.reason
+    assert (call.decision, call.is_fallback) == (decision, False)
     assert [step.loss for report in reports for step in report.steps] == [3.5]
-
-
-@pytest.mark.slow
-def test_why_activations_are_kept_is_told(session: Session, worker: WorkerProcess) -> None:
-    x = torch.randn(8, requires_grad=True)
-    session.checkpoint(lambda x: TimesOne.apply(x.exp()).sin(), x).sum().backward()
-    session.step()
-    (call,) = [call for report in told(session, worker, calls=1, steps=1) for call in report.calls]
-    assert "TimesOne" in call.reason
-    assert (call.decision, call.is_fallback) == ("kept", False)
 
 
 def test_sessions_are_known_by_their_run_and_what_they_hold(session: Session, worker: WorkerProcess) -> None:

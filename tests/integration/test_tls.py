@@ -1,8 +1,6 @@
 """TLS between trainers, dashboards and workers: who is let in, who is not, and what both are told."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,6 +20,7 @@ from backhaul_server.commands import certificates
 from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.dashboards import Dashboard
+from support.nursery import run
 from support.processes import WorkerProcess
 from support.wire import METHODS, refusal
 
@@ -235,9 +234,7 @@ def test_a_dashboard_over_tls(secured: Secured, made: Path) -> None:
 
 def said(*command: str) -> str:
     """The exit code of a command, and what it printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "backhaul", *command], capture_output=True, text=True, timeout=240, check=False
-    )
+    ended = run(*command)
     return f"{ended.returncode} {ended.stdout}{ended.stderr}"
 
 

@@ -74,12 +74,6 @@ class Hostile:
         request = session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION, trainer=name, run=name[:128])
         return self.sessions.OpenSession(request, timeout=TIMEOUT_S)
 
-    def as_another(self) -> "Hostile":
-        """Another session on a connection of its own, which ends with this one."""
-        other = Hostile(self.address)
-        self.held.append(other.channel)
-        return other
-
     def key(self, segment: int, backward: int = 0) -> segment_pb2.OperationKey:
         return segment_pb2.OperationKey(session=self.session, segment=segment, backward=backward)
 
@@ -215,11 +209,6 @@ class Memory:
     def peak_bytes(self) -> int:
         """The most since `forget`."""
         return self._bytes("VmHWM") - self._idle_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Now."""
-        return self._bytes("VmRSS") - self._idle_bytes
 
     def _bytes(self, field: str) -> int:
         lines = Path(f"/proc/{self._pid}/status").read_text().splitlines()

@@ -31,7 +31,8 @@ class WorkerProcess:
     Args:
         options: Those of the command. Without "--device" the worker runs on `DEVICE`.
         listen: The address to listen on.
-        environment: Variables to start it with, besides this process's own.
+        environment: Variables to start it with, besides this process's own. Others than Backhaul's are read when torch
+            is imported, so a worker that gets any is not forked, which is slower.
         supervised: Start what a user starts, which is slower: a supervisor whose child serves. Else one process serves.
         program: What serves instead, given to Python.
 
@@ -55,8 +56,10 @@ class WorkerProcess:
         options = "--listen", listen, *options, *(() if "--device" in options else ("--device", DEVICE))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process: subprocess.Popen[str] | ForkedCommand
-        if not supervised and program == _COMMAND and environment is None:
-            self.process = ForkedCommand(["worker", *options, "--supervisor", str(nursery().pid)], self._log)
+        variables = dict(environment or {})
+        if not supervised and program == _COMMAND and all(name.startswith("BACKHAUL_") for name in variables):
+            forked = ["worker", *options, "--supervisor", str(nursery().pid)]
+            self.process = ForkedCommand(forked, self._log, environment=variables)
         else:
             own = () if supervised else ("--supervisor", str(os.getpid()))
             self.process = subprocess.Popen(
@@ -64,7 +67,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, **variables},
             )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline().strip()
