@@ -43,6 +43,7 @@ class Reporter:
     def close(self) -> list[telemetry_pb2.TrainerReport]:
         self.telemetry.start()
         self.telemetry.close()
+        self.telemetry._thread.join()  # longer than a training would wait
         return self.reports
 
     @property
