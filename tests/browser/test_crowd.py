@@ -17,7 +17,7 @@ def walk(page: Page) -> None:
     expect(page.locator("#workers tbody tr:not(.more)")).to_have_count(50)
     for section in SECTIONS:
         page.locator(f"#{section}").scroll_into_view_if_needed()
-    expect(page.locator("#segments-count")).to_have_text(re.compile(r"of 10,\d\d\d"))
+    expect(page.locator("#segments-pager p")).to_have_text(re.compile(r"of 10,\d\d\d"))
     expect(page.locator("#topology-chart .node")).to_have_count(81)  # 50 workers and 31 trainers
     expect(page.locator("#rpcs tbody tr")).to_have_count(4)
     expect(page.locator("#fleet-memory canvas[tabindex]")).to_have_attribute("aria-label", re.compile("of 50 workers"))
@@ -27,7 +27,7 @@ def walk(page: Page) -> None:
 def test_long_tables_have_pages(crowd: Crowd, open_page: OpenPage) -> None:
     page = open_page(crowd.dashboard.url)
     walk(page)
-    expect(page.locator("#segments-count")).to_have_text(re.compile(rf"^1{NONE}50 of 10,\d\d\d$"))
+    expect(page.locator("#segments-pager p")).to_have_text(re.compile(rf"^1{NONE}50 of 10,\d\d\d segments$"))
     pager = page.locator("#sessions-pager")
     expect(pager.locator("p")).to_have_text(f"1{NONE}50 of 200 sessions")
     expect(page.locator("#sessions tbody tr")).to_have_count(50)
@@ -50,7 +50,7 @@ def test_a_filter_finds_among_ten_thousand(crowd: Crowd, open_page: OpenPage) ->
     page = open_page(crowd.dashboard.url)
     page.locator("#segments").scroll_into_view_if_needed()
     page.locator("#segments-filter").fill("Block #777")
-    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}11 of 11")
+    expect(page.locator("#segments-pager p")).to_have_text(f"1{NONE}11 of 11 segments")
     assert page.locator("#segments-table tbody tr").count() == 11
 
 

@@ -311,7 +311,7 @@ def test_segments(page: Page, trained: Training) -> None:
 
     assert len(segment_rows()) == 36  # two micro-batches of six segments in three runs
     until_equal(shown, segment_rows)
-    expect(page.locator("#segments-count")).to_have_text(f"1{NONE}36 of 36")
+    expect(page.locator("#segments-pager p")).to_have_text(f"1{NONE}36 of 36 segments")
 
     head = page.locator("#segments-table th", has_text="Received")
     head.locator("button").click()

@@ -33,6 +33,8 @@ def test_a_wheel_holds_all_that_runs_and_nothing_else(tmp_path: Path) -> None:
         "backhaul_runtime/program/ops.txt",
         "backhaul_server/dashboard/static/index.html",
         "backhaul_server/dashboard/static/js/page.js",
+        "backhaul_server/dashboard/static/vendor/html_to_image/LICENSE",
+        "backhaul_server/dashboard/static/vendor/html_to_image/html-to-image.js",
         "backhaul_server/dashboard/static/vendor/inter/LICENSE",
         "backhaul_server/dashboard/static/vendor/swagger_ui/LICENSE",
         "backhaul_server/dashboard/static/vendor/swagger_ui/swagger-ui-bundle.js",

@@ -6,7 +6,6 @@ import io
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -189,20 +188,11 @@ def test_the_timeline_adds_up(dashboard: Dashboard, training: Training) -> None:
     for step in timeline["steps"]:
         assert 0.5 < step["overlap"] < 1
         assert step["wait_ms"] == pytest.approx(40)
-    _assert_apart(timeline["spans"])
     assert {span["worker"] for span in timeline["spans"] if span["lane"] == "upload"} == {"a:1", "b:2"}
     assert {span["worker"] for span in timeline["spans"] if span["lane"] in {"forward", "wait"}} == {""}
     for span in timeline["spans"]:
         assert timeline["calls"][span["call"]]["segment"] == span["segment"]
         assert 0 <= span["start_ms"] <= span["start_ms"] + span["duration_ms"] <= timeline["duration_ms"] + 0.01
-
-
-def _assert_apart(spans: list[dict[str, Any]]) -> None:
-    ends: dict[tuple[str, str, int], float] = {}
-    for span in sorted(spans, key=lambda span: span["start_ms"]):
-        row = (span["lane"], span["worker"], span["row"])
-        assert ends.get(row, 0.0) <= span["start_ms"]
-        ends[row] = span["start_ms"] + span["duration_ms"]
 
 
 def test_the_trace_is_a_file_with_lanes_apart(dashboard: Dashboard, training: Training) -> None:

@@ -270,6 +270,22 @@ def test_one_report_is_bounded() -> None:
     assert report.dropped == 12
 
 
+def test_absurd_descriptions_events_and_links_are_made_harmless() -> None:
+    report = Training().report([0])
+    report.run.name, report.run.notes = "n" * 1_000, "a\x00b\n" * 5_000
+    report.run.tags.extend(["t" * 100] * 100)
+    report.sent_at_s = float("nan")
+    for _ in range(1_000):
+        report.events.add(kind="fell_back", at_s=float("inf"), text="x\n" * 1_000, number=2**64 - 1)
+        report.links.add(worker="w" * 999, clock_offset_s=float("nan"), clock_error_s=float("nan"), up_bytes=2**64 - 1)
+    assert clean_report(report)
+    assert (len(report.run.name), len(report.run.tags), len(report.run.tags[0])) == (100, 16, 40)
+    assert (len(report.run.notes) <= 2_000, "\x00" in report.run.notes, "\n" in report.run.notes) == (True, False, True)
+    assert (len(report.events), len(report.links)) == (100, 256)
+    assert (report.events[0].at_s, len(report.events[0].text), report.events[0].number) == (4e9, 300, 2**53 - 1)
+    assert (report.links[0].clock_offset_s, report.links[0].clock_error_s) == (0.0, 4e9)
+
+
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-x", "x" * 65, "ü", "a\n"])
 def test_a_run_that_no_route_could_name_is_refused(name: str) -> None:
     assert not clean_report(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id=name)))

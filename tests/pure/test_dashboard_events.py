@@ -1,26 +1,21 @@
 """The event log: what the dashboard sees itself, what trainers report, and how both are paged."""
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
 import pytest
 
-import backhaul_server
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_server.dashboard.collect import event_log
 from backhaul_server.dashboard.collect.durations import Tally
 from backhaul_server.dashboard.collect.event_log import Burst, EventLog, of_trainer
-from backhaul_server.dashboard.collect.plain_words import why_unanswered
-from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.collect.trainers import Trainers
 from backhaul_server.dashboard.collect.watched import Watched
 from backhaul_server.dashboard.history.selection import EventSelection
 from backhaul_server.dashboard.history.sqlite import HistoryFile, Row, event_row, report_rows
-from backhaul_server.dashboard.schemas.events import KINDS, WORDS, EventEntry, Kind
+from backhaul_server.dashboard.schemas.events import EventEntry, Kind
 from backhaul_server.dashboard.views.events import selected_events
 from support.reporting import Training
 
@@ -208,46 +203,3 @@ def test_kinds_of_a_newer_version_do_not_end_the_pages(tmp_path: Path) -> None:
         assert ([event.id for event in page.events], page.total) == (["3", "2", "1"], 4)
     finally:
         file.close()
-
-
-def test_the_page_calls_kinds_of_events_as_the_api_finds_them() -> None:
-    script = (Path(backhaul_server.__file__).parent / "dashboard/static/js/events.js").read_text()
-    table = script.partition("const KINDS = {")[2].partition("};")[0]
-    words = dict(re.findall(r'(\w+): "([^"]+)"', table))
-    assert {kind: words.get(kind, kind.replace("_", " ")) for kind in KINDS} == WORDS
-
-
-@pytest.mark.parametrize(
-    ("code", "details", "meaning"),
-    [
-        ("UNAVAILABLE", "last error: UNKNOWN: ipv4:1.2.3.4:1: connect: Connection refused (111)", "nothing listens"),
-        ("UNAVAILABLE", "DNS resolution failed for gpu:1: Domain name not found", "its host name cannot be resolved"),
-        ("UNAVAILABLE", "Ssl handshake failed: SSL_ERROR_SSL: CERTIFICATE_VERIFY_FAILED", "certificates do not fit"),
-        ("UNAVAILABLE", "Socket closed", "the connection broke"),
-        ("UNAVAILABLE", "", "it cannot be reached"),
-        ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it did not answer in time"),
-        ("UNAUTHENTICATED", "the request needs a token", "it does not accept the dashboard's token"),
-        ("UNIMPLEMENTED", "Method not found!", "no Backhaul worker"),
-        ("UNKNOWN", "it is on fire", "it is on fire"),
-    ],
-)
-def test_failures_are_told_in_plain_words(code: str, details: str, meaning: str) -> None:
-    said = why_unanswered(grpc.StatusCode[code], details)
-    assert meaning in said
-    assert code not in said
-
-
-def test_absurd_descriptions_events_and_links_are_made_harmless() -> None:
-    report = Training().report([0])
-    report.run.name, report.run.notes = "n" * 1_000, "a\x00b\n" * 5_000
-    report.run.tags.extend(["t" * 100] * 100)
-    report.sent_at_s = float("nan")
-    for _ in range(1_000):
-        report.events.add(kind="fell_back", at_s=float("inf"), text="x\n" * 1_000, number=2**64 - 1)
-        report.links.add(worker="w" * 999, clock_offset_s=float("nan"), clock_error_s=float("nan"), up_bytes=2**64 - 1)
-    assert clean_report(report)
-    assert (len(report.run.name), len(report.run.tags), len(report.run.tags[0])) == (100, 16, 40)
-    assert (len(report.run.notes) <= 2_000, "\x00" in report.run.notes, "\n" in report.run.notes) == (True, False, True)
-    assert (len(report.events), len(report.links)) == (100, 256)
-    assert (report.events[0].at_s, len(report.events[0].text), report.events[0].number) == (4e9, 300, 2**53 - 1)
-    assert (report.links[0].clock_offset_s, report.links[0].clock_error_s) == (0.0, 4e9)

@@ -33,7 +33,7 @@ _CLICK_LIMIT_MS = 100
 _SECTIONS = ("memory", "latency", "timeline", "segments", "events", "topology", "fleet", "runs", "overview")
 _CLICKS = {
     "sort a table": ("#segments-table th:nth-child(4) button", "#segments-table th:nth-child(4)"),
-    "turn a page": ("#segments-next", "#segments-count"),
+    "turn a page": ("#segments-pager button:last-child", "#segments-pager p"),
     "unfold a worker": ("#workers tbody tr:first-child .expander", "#workers tbody tr:nth-child(2)"),
     "pick an RPC": ("#rpcs tbody tr:nth-child(2)", "#rpcs tbody tr:nth-child(2)"),
     "select a node": ("#topology-chart .node", "#topology-chart .node"),

@@ -1,9 +1,7 @@
 """What the history returns of the runs, steps and events that were put into it."""
 
 import asyncio
-import sqlite3
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.sanitize import clean_report
 from backhaul_server.dashboard.history import writer
 from backhaul_server.dashboard.history.selection import EventSelection, RunSelection
-from backhaul_server.dashboard.history.sqlite import HistoryFile
 from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.schemas.events import EventEntry
 from conftest import wait_until
@@ -214,15 +211,6 @@ def test_events_survive_a_restart_and_are_paged_by_time(path: str) -> None:
         of_run = asyncio.run(history.events(wanted))
         assert of_run is not None
         assert ([event.id for event in of_run.events], of_run.total) == (["e4", "e2"], 2)
-
-
-def test_events_of_kinds_that_only_a_newer_version_knows_are_left_out(path: str) -> None:
-    file = HistoryFile(path)
-    with closing(sqlite3.connect(path)) as other, other:
-        for name, kind in (("1", "worker_lost"), ("2", "of tomorrow")):
-            other.execute("INSERT INTO events VALUES (?, 1.0, ?, '', '', '', '', 1)", (name, kind))
-    assert [event.id for event in file.events(EventSelection(10)).events] == ["1"]
-    file.close()
 
 
 def test_what_has_no_room_is_counted_and_nobody_waits(tmp_path: Path) -> None:

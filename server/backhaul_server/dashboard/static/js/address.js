@@ -1,5 +1,7 @@
 // The state of the page in its address: a link shows the same to somebody else, and the back button undoes a choice.
 
+import { setOptions } from "./dom.js";
+
 /** The values that are left out of the address. A parameter that is not listed is ignored and dropped. */
 const DEFAULTS = {
   run: "", // id of a run; "" shows all runs, or the newest where only one can be shown
@@ -64,9 +66,17 @@ export function change(changes, replaces = false) {
   notify(before);
 }
 
-/** Calls back after any of these parameters has changed: by the page, or by the back and forward buttons. */
-export function onChange(names, callback) {
-  listeners.push({ names, callback });
+/**
+ * Calls back after any of these parameters has changed: by the page, or by the back and forward buttons.
+ * @param {number} delayMs time without a further change after which it calls back, for parameters that are typed
+ */
+export function onChange(names, callback, delayMs = 0) {
+  let timer = 0;
+  const later = () => {
+    clearTimeout(timer);
+    timer = setTimeout(callback, delayMs);
+  };
+  listeners.push({ names, callback: delayMs > 0 ? later : callback });
 }
 
 function notify(before) {
@@ -97,4 +107,11 @@ export function bind(control, name) {
     if (!isText || control !== document.activeElement) show();
   });
   show();
+}
+
+/** Sets the options of a select: `usual` for "", then `[value, text]`. What the address has is always among them. */
+export function offer(select, name, usual, options) {
+  const isMissing = state(name) !== "" && !options.some(([value]) => value === state(name));
+  setOptions(select, [["", usual], ...options, ...(isMissing ? [[state(name), state(name)]] : [])]);
+  select.value = state(name);
 }

@@ -1,6 +1,7 @@
 // Wraps uPlot: a chart takes the size of its figure and the page's colours, and has a legend and a text alternative.
 
 import { colour, drawInTheme, translucent } from "./colour.js";
+import { addCopyButton } from "./copy.js";
 import { element, explain, setText } from "./dom.js";
 import { clock } from "./format.js";
 import { MarkLayer } from "./marks.js";
@@ -10,7 +11,7 @@ const FONT = '11.5px "Inter", system-ui, sans-serif';
 const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((count) => count * 1024 ** power));
 
 /**
- * A chart in a figure.
+ * A chart in a figure, with a button that copies it as an image.
  *
  * @param {HTMLElement} figure receives the legend and the plot
  * @param {object} options
@@ -40,6 +41,7 @@ export class Chart {
       this.options.link.cursor.add(this);
       this.plot.addEventListener("pointerleave", () => this.options.link.cursor.point(null, this));
     }
+    addCopyButton(figure);
     new ResizeObserver(() => this.#resize()).observe(this.plot);
     drawInTheme(() => this.#rebuild());
   }
@@ -49,21 +51,10 @@ export class Chart {
     this.series = series;
     this.values = [[], ...series.map(() => [])];
     this.legend.replaceChildren(
-      ...series.map((one) => {
-        const swatch = element("span", { class: `swatch${one.kind === "line" ? " line" : ""}${one.dash?.length ? " dashed" : ""}`, "aria-hidden": "true" });
-        return element("li", { title: one.hint }, swatch, one.label, element("b"));
-      }),
+      ...series.map((one) => element("li", { title: one.hint }, swatchOf(one), one.label, element("b"))),
       ...(this.options.legendExtras?.() ?? []),
     );
     this.#rebuild();
-  }
-
-  #colourLegend() {
-    this.series.forEach((one, i) => {
-      const swatch = this.legend.children[i].firstChild;
-      swatch.style.background = one.kind === "line" ? "none" : colour(one.colour);
-      swatch.style.borderColor = colour(one.colour);
-    });
   }
 
   /**
@@ -77,10 +68,6 @@ export class Chart {
     this.plot.setAttribute("aria-label", sentence || description);
     this.uplot?.setData(this.#stack());
     this.#showValues(null);
-  }
-
-  redraw() {
-    this.uplot?.redraw();
   }
 
   /** Takes the range of x values again, after it has been chosen. */
@@ -149,7 +136,6 @@ export class Chart {
   #rebuild() {
     this.uplot?.destroy();
     this.uplot = undefined;
-    this.#colourLegend();
     const width = this.plot.clientWidth;
     if (width === 0) return; // the observer calls again once there is room
     this.uplot = new uPlot(this.#configuration(width), this.#stack(), this.plot);
@@ -208,6 +194,14 @@ export class Chart {
     if (one.kind === "bars") return { ...line, width: 0, fill: colour(one.colour), paths: uPlot.paths.bars({ size: [0.72, 28], align: 0 }) };
     return { ...line, width: 1, fill: translucent(one.colour, 0.72) };
   }
+}
+
+/** Returns the mark of a series in a legend: a square, or a line as it is drawn. */
+export function swatchOf({ colour: name, kind, dash = [] }) {
+  const stroke = dash.length > 2 || dash[0] > 2 ? "dashed" : dash.length > 0 ? "dotted" : "";
+  const swatch = element("span", { class: `swatch ${kind === "line" ? "line" : ""} ${stroke}`, "aria-hidden": "true" });
+  swatch.style[kind === "line" ? "borderColor" : "background"] = `var(--${name})`;
+  return swatch;
 }
 
 /** Formats a tick. Ticks are round numbers, so "64 MiB" is enough where "64.0 MiB" would be the exact form. */

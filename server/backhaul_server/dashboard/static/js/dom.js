@@ -7,8 +7,16 @@ export function byId(id) {
 }
 
 /** Returns a new element with these attributes and children, which are nodes or text. */
-export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
+export function element(name, attributes, ...children) {
+  return filled(document.createElement(name), attributes, children);
+}
+
+/** Returns a new SVG element in the same way. */
+export function svgElement(name, attributes, ...children) {
+  return filled(document.createElementNS(SVG, name), attributes, children);
+}
+
+function filled(made, attributes = {}, children = []) {
   for (const [key, value] of Object.entries(attributes)) {
     if (value !== undefined) made.setAttribute(key, value);
   }
@@ -17,10 +25,7 @@ export function element(name, attributes = {}, ...children) {
 }
 
 export function icon(name) {
-  const svg = document.createElementNS(SVG, "svg");
-  svg.setAttribute("class", "icon");
-  svg.setAttribute("aria-hidden", "true");
-  svg.append(document.createElementNS(SVG, "use"));
+  const svg = svgElement("svg", { class: "icon", "aria-hidden": "true" }, svgElement("use"));
   setIcon(svg, name);
   return svg;
 }
@@ -35,6 +40,17 @@ export function setIcon(svg, name) {
 export function setText(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
+}
+
+/**
+ * Shows this content, nodes or text, in place of what a node has. Nodes that are equal to those there stay, with their focus
+ * and listeners, so a listener may depend only on what its node shows.
+ */
+export function show(host, ...content) {
+  const wanted = content.flat().filter((part) => part !== "").map((part) => (part instanceof Node ? part : new Text(part)));
+  const there = [...host.childNodes];
+  const isSame = there.length === wanted.length && there.every((node, i) => node.isEqualNode(wanted[i]));
+  if (!isSame) host.replaceChildren(...wanted.map((node, i) => (there[i]?.isEqualNode(node) ? there[i] : node)));
 }
 
 /** Sets an attribute, or removes it if the value is null. */

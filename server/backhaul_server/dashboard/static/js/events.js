@@ -1,7 +1,7 @@
 // What has happened: the event log of workers and runs, whose events are also marked on all charts over time.
 
 import { bind, onChange, state } from "./address.js";
-import { byId, element, explain, icon, setText } from "./dom.js";
+import { byId, element, icon, setText } from "./dom.js";
 import { count, date, NONE } from "./format.js";
 import { goToWorker } from "./fleet.js";
 import { markEvents } from "./marks.js";
@@ -17,45 +17,25 @@ const AROUND_S = 60; // shown after a run's last report, as its end may be notic
 const MOST_RUNS = 64; // of which the API shows events at once
 const LEVELS = ["warning", "critical"]; // the least severities that can be chosen
 const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
+// Kinds of events whose words are not those of their names.
 const KINDS = {
-  worker_lost: "worker lost",
-  worker_joined: "worker joined",
   worker_draining: "worker drains",
-  worker_back: "worker back",
   fell_back: "fallback",
   refused: "request refused",
   worker_unreachable: "worker stopped answering",
   worker_reachable: "worker answers again",
-  worker_restarted: "worker restarted",
-  run_began: "run began",
-  run_ended: "run ended",
 };
 let table = null;
 let pages = null;
 let answer = { items: [], total: 0 }; // of the range, whose events are marked on the charts
 let filtered = answer; // those of them that the filters of the table leave
 
-function paintSeverity(cell, event) {
-  if (cell.dataset.shown === event.severity) return;
-  cell.dataset.shown = event.severity;
-  cell.replaceChildren(element("span", { class: "severity", "data-severity": event.severity }, icon(SHAPES[event.severity]), element("span", {}, event.severity)));
-}
-
-/** Shows a name as a button that has the page show what is named. The name of a run may become known only later. */
-function paintLink(of, textOf, go) {
-  return (cell, event) => {
-    const value = event[of];
-    const shown = value && `${value}\n${textOf(value)}`;
-    if (cell.dataset.shown === shown) return;
-    cell.dataset.shown = shown;
-    if (!value) {
-      cell.replaceChildren(NONE);
-      return;
-    }
-    const button = element("button", { type: "button", class: "link" }, textOf(value));
-    button.addEventListener("click", () => go(value));
-    cell.replaceChildren(button);
-  };
+/** Returns a name as a button that has the page show what is named. */
+function linkTo(value, text, go) {
+  if (!value) return NONE;
+  const button = element("button", { type: "button", class: "link", "data-value": value }, text);
+  button.addEventListener("click", () => go(value));
+  return button;
 }
 
 /** Returns the kind of an event in words. */
@@ -65,11 +45,11 @@ function kindOf(event) {
 
 const COLUMNS = [
   { title: "Time", isText: true, cell: (event) => date(event.at_s, true) },
-  { title: "Severity", isText: true, paint: paintSeverity },
+  { title: "Severity", isText: true, cell: ({ severity }) => element("span", { class: "severity", "data-severity": severity }, icon(SHAPES[severity]), element("span", {}, severity)) },
   { title: "Event", isText: true, className: "kind", cell: kindOf },
   { title: "What happened", isText: true, className: "wrap wide", cell: (event) => (event.count > 1 ? `${event.text} (${count(event.count)} times)` : event.text) },
-  { title: "Run", isText: true, paint: paintLink("run", nameWithRank, chooseRun) },
-  { title: "Worker", isText: true, paint: paintLink("worker", (address) => address, goToWorker) },
+  { title: "Run", isText: true, cell: ({ run }) => linkTo(run, nameWithRank(run), chooseRun) },
+  { title: "Worker", isText: true, cell: ({ worker }) => linkTo(worker, worker, goToWorker) },
 ];
 
 function boundsOfRange() {
@@ -111,20 +91,16 @@ function show() {
   const events = ofScope(answer.items);
   const shown = ofScope(filtered.items);
   markEvents(events);
-  table.update(pages.of(shown));
-  byId("events-table").hidden = shown.length === 0;
+  table.update(
+    pages.of(shown),
+    events.length > 0
+      ? "No event matches these filters. Choose another word or severity."
+      : "Nothing has happened in this time range: no run began or ended, no worker was lost or joined, and no segment fell back.",
+  );
   const note = byId("events-left-out");
   note.hidden = filtered.total <= filtered.items.length;
   const which = filtered === answer ? "events" : "events that match";
   setText(note, `The range has ${count(filtered.total)} ${which}, of which the newest ${count(filtered.items.length)} are shown. Choose a shorter time range for the others.`);
-  explain(
-    byId("events").querySelector(":scope > .empty"),
-    shown.length > 0
-      ? ""
-      : events.length > 0
-        ? "No event matches these filters. Choose another word or severity."
-        : "Nothing has happened in this time range: no run began or ended, no worker was lost or joined, and no segment fell back.",
-  );
 }
 
 async function refresh(signal) {
@@ -139,7 +115,7 @@ async function refresh(signal) {
 export function startEvents() {
   table = new Table(byId("events-table"), COLUMNS, (event) => event.id);
   pages = new LocalPages(byId("events-pager"), PAGE, show);
-  const poll = new Poll(byId("main"), 3000, refresh); // of the whole page, because its charts show the marks
+  const poll = new Poll(byId("main"), 3000, refresh, { events: [onRange, onScope] }); // of the whole page, because its charts show the marks
   bind(byId("events-severity"), "severity");
   bind(byId("events-filter"), "events");
   onChange(["events", "severity"], () => {
@@ -150,5 +126,4 @@ export function startEvents() {
     const [since, until] = timesOfChosen();
     chooseRange(since - 1, until + AROUND_S);
   });
-  for (const onAny of [onRange, onScope]) onAny(() => poll.now());
 }

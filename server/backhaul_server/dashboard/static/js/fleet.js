@@ -1,11 +1,11 @@
 // The tables of workers and of their sessions, updated by each live event.
 
 import { bind, change, onChange, state } from "./address.js";
-import { byId, element, explain, setText } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { ago, bytes, bytesOf, count, date, drift, duration, NONE, percent } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { inScope, nameWithRank, onScope } from "./scope.js";
-import { facts, paintMeter, paintState, Table } from "./table.js";
+import { facts, meter, stateOf as stateNode, sub, Table } from "./table.js";
 
 const UNHEARD_S = 3;
 const ROWS_OF_A_PAGE = 50;
@@ -43,38 +43,27 @@ export function ageOf(worker) {
   return worker.seen_at_s === 0 ? "never answered" : `last answer ${ago(worker.seen_at_s, nowS)}`;
 }
 
-function paintError(cell, text) {
-  setText(cell, text || NONE);
-  cell.classList.toggle("errors", Boolean(text));
+/** Returns the state of a worker, what is wrong with it, and how old its numbers are if they are not those of now. */
+function stateCell(worker) {
+  const isOld = !isCurrent(worker) && worker.seen_at_s > 0;
+  return [stateNode(stateOf(worker, nowS)), sub(worker.error || worker.last_error, "errors"), sub(isOld ? `its numbers are ${duration(nowS - worker.seen_at_s)} old` : "")];
 }
 
-/** Shows the state of a worker, below it what is wrong with it, and how old its numbers are if they are not those of now. */
-function paintWorkerState(cell, worker) {
-  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub errors" }), element("span", { class: "sub" }));
-  paintState(cell.firstChild, stateOf(worker, nowS));
-  setText(cell.children[1], worker.error || worker.last_error);
-  setText(cell.lastChild, isCurrent(worker) || worker.seen_at_s === 0 ? "" : `its numbers are ${duration(nowS - worker.seen_at_s)} old`);
+/** Returns a share of a worker as a bar, and below it when it was measured if that is not now. */
+function shareCell(worker, share, text, options) {
+  if (share === null) return NONE;
+  const isNow = isCurrent(worker);
+  return [meter(share, text, { ...options, ...(isNow ? {} : { warns: false }) }), sub(isNow ? "" : ago(worker.seen_at_s, nowS))];
 }
 
-/** Shows a share of a worker as a bar, and below it when it was measured if that is not now. */
-function paintShare(cell, worker, share, text, options) {
-  if (share === null) {
-    cell.replaceChildren(NONE);
-    return;
-  }
-  paintMeter(cell, share, text, { ...options, ...(isCurrent(worker) ? {} : { warns: false }) });
-  if (cell.children.length === 1) cell.append(element("span", { class: "sub" }));
-  setText(cell.lastChild, isCurrent(worker) ? "" : ago(worker.seen_at_s, nowS));
-}
-
-function paintMemory(cell, worker) {
+function memoryCell(worker) {
   const text = `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`;
-  paintShare(cell, worker, worker.seen_at_s === 0 ? null : worker.memory_share, text);
+  return shareCell(worker, worker.memory_share, text);
 }
 
-function paintGpu(cell, worker) {
+function gpuCell(worker) {
   const share = worker.accelerator?.utilization ?? null;
-  paintShare(cell, worker, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
+  return shareCell(worker, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
 }
 
 function gpuMemory(worker) {
@@ -82,9 +71,9 @@ function gpuMemory(worker) {
   return gpu ? gpu.used_bytes / gpu.total_bytes : null;
 }
 
-function paintGpuMemory(cell, worker) {
+function gpuMemoryCell(worker) {
   const gpu = worker.accelerator;
-  paintShare(cell, worker, gpuMemory(worker), gpu ? bytesOf(gpu.used_bytes, gpu.total_bytes) : "");
+  return shareCell(worker, gpuMemory(worker), gpu ? bytesOf(gpu.used_bytes, gpu.total_bytes) : "");
 }
 
 function heartbeat(worker) {
@@ -94,22 +83,22 @@ function heartbeat(worker) {
 /** A column of numbers of a worker's last answer: of a worker that is unreachable they are old, and sorted last. */
 function measured(column) {
   const cell = (worker) => (worker.seen_at_s === 0 ? NONE : column.cell(worker));
-  return { ...column, ...(column.cell ? { cell } : {}), isMeasured: true, className: `measured ${column.className ?? ""}`.trim() };
+  return { ...column, cell, isMeasured: true, className: `measured ${column.className ?? ""}`.trim() };
 }
 
 /** The columns of workers. `by(worker)` is the value that a column sorts by: a number, or null where there is none. */
 const WORKERS = [
   { title: "Worker", sort: "address", by: (worker) => worker.address, isText: true, cell: (worker) => worker.address },
-  { title: "State", sort: "state", by: (worker) => STATES.indexOf(stateOf(worker, nowS)), isText: true, className: "wrap", paint: paintWorkerState },
+  { title: "State", sort: "state", by: (worker) => STATES.indexOf(stateOf(worker, nowS)), isText: true, className: "wrap", cell: stateCell },
   { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: heartbeat, hint: "When the worker last answered" },
-  measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, paint: paintMemory, hint: "Share of the worker's budget that is in use, the cache included" }),
+  measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, cell: memoryCell, hint: "Share of the worker's budget that is in use, the cache included" }),
   measured({ title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" }),
   measured({ title: "Recomputed", sort: "recomputed", by: (worker) => worker.recomputed_segments, cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" }),
   measured({ title: "Received", sort: "received", by: (worker) => worker.received_bytes, cell: (worker) => bytes(worker.received_bytes), hint: "Bytes since the worker started" }),
   measured({ title: "Sent", sort: "sent", by: (worker) => worker.sent_bytes, cell: (worker) => bytes(worker.sent_bytes), hint: "Bytes since the worker started" }),
   measured({ title: "Queued", sort: "queued", by: (worker) => worker.queued_requests, cell: (worker) => count(worker.queued_requests), hint: "Requests that wait or run" }),
-  measured({ title: "GPU", sort: "gpu", by: (worker) => worker.accelerator?.utilization ?? null, isText: true, className: "gpu", paint: paintGpu, hint: "How busy the worker's GPU is, by NVML" }),
-  measured({ title: "GPU memory", sort: "gpu_memory", by: gpuMemory, isText: true, className: "gpu", paint: paintGpuMemory, hint: "Memory in use on the worker's GPU, by all processes" }),
+  measured({ title: "GPU", sort: "gpu", by: (worker) => worker.accelerator?.utilization ?? null, isText: true, className: "gpu", cell: gpuCell, hint: "How busy the worker's GPU is, by NVML" }),
+  measured({ title: "GPU memory", sort: "gpu_memory", by: gpuMemory, isText: true, className: "gpu", cell: gpuMemoryCell, hint: "Memory in use on the worker's GPU, by all processes" }),
   measured({ title: "Up", sort: "up", by: (worker) => worker.uptime_s, cell: (worker) => duration(worker.uptime_s), hint: "Time since the worker started" }),
 ];
 
@@ -142,11 +131,11 @@ const SESSIONS = [
   { title: "Trainer", isText: true, cell: (session) => session.trainer },
   { title: "Worker", isText: true, cell: (session) => session.worker },
   { title: "Last seen", cell: (session) => `${duration(session.idle_s)} ago`, hint: "When the worker last got a request of the session" },
-  { title: "Quota", isText: true, paint: (cell, session) => paintMeter(cell, session.quota_share, `${percent(session.quota_share)}, ${bytes(session.held_bytes)}`), hint: "Bytes that the session's segments name, as a share of the worker's budget" },
+  { title: "Quota", isText: true, cell: (session) => meter(session.quota_share, `${percent(session.quota_share)}, ${bytes(session.held_bytes)}`), hint: "Bytes that the session's segments name, as a share of the worker's budget" },
   { title: "Segments", cell: (session) => count(session.segments) },
   { title: "Drift", cell: (session) => drift(session.drift), hint: "Relative difference from the trainer's numbers; 0 if all bits are equal" },
   { title: "Version", isText: true, cell: (session) => session.client_version },
-  { title: "Last error", isText: true, className: "wrap", paint: (cell, session) => paintError(cell, session.last_error) },
+  { title: "Last error", isText: true, className: "wrap", cell: (session) => session.last_error || NONE, hasErrors: (session) => session.last_error !== "" },
 ];
 
 export function showFleet(live) {
@@ -159,21 +148,14 @@ function show() {
   nowS = last.overview.at_s;
   byId("workers").classList.toggle("has-gpu", last.workers.some((worker) => worker.accelerator));
   workers.showSort(state("workers"), state("workers-order") === "down");
-  const shown = ordered(last.workers.filter(isWanted));
-  workers.update(pagesOfWorkers.of(shown));
-  const isChosen = inScope();
-  const open = last.sessions.filter((session) => isChosen(session.run));
-  sessions.update(pagesOfSessions.of(open));
-  const [noWorkers, noSessions] = byId("fleet").querySelectorAll(":scope > .empty");
-  byId("workers").hidden = shown.length === 0;
-  byId("sessions").hidden = open.length === 0;
-  explain(
-    noWorkers,
-    shown.length ? "" : last.workers.length ? "No worker matches. Choose another word." : "No worker is being watched. Start the dashboard with --worker ADDRESS.",
+  workers.update(
+    pagesOfWorkers.of(ordered(last.workers.filter(isWanted))),
+    last.workers.length ? "No worker matches. Choose another word." : "No worker is being watched. Start the dashboard with --worker ADDRESS.",
   );
-  explain(
-    noSessions,
-    open.length ? "" : last.sessions.length ? "The chosen run is not connected to any worker." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
+  const isChosen = inScope();
+  sessions.update(
+    pagesOfSessions.of(last.sessions.filter((session) => isChosen(session.run))),
+    last.sessions.length ? "The chosen run is not connected to any worker." : "No trainer is connected. Connect one with backhaul.connect(\"ADDRESS\").",
   );
 }
 

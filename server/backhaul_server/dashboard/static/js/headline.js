@@ -1,22 +1,18 @@
 // The headline: tiles and alerts, updated by each live event.
 
-import { byId, element, icon, setAttribute, setText } from "./dom.js";
+import { byId, element, icon, setAttribute, setText, show } from "./dom.js";
 import { stateOf } from "./fleet.js";
 import { ago, bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
 import { nameWithRank, runOf } from "./scope.js";
 
 const SHOWN_ALERTS = matchMedia("(max-width: 640px)").matches ? 1 : 3;
-const alerts = new Map();
 let areAllShown = false;
+let lastAlerts = { list: [], nowS: 0 };
 
 function tile(name, figure, note, level = null) {
   const host = document.querySelector(`[data-tile="${name}"]`);
   const [value, unit] = figure;
-  const shown = host.querySelector(".figure");
-  if (shown.dataset.shown !== figure.join()) {
-    shown.replaceChildren(value, ...(unit ? [element("small", {}, ` ${unit}`)] : []));
-    shown.dataset.shown = figure.join();
-  }
+  show(host.querySelector(".figure"), value, unit ? element("small", {}, ` ${unit}`) : "");
   setText(host.querySelector(".note"), note);
   setAttribute(host, "data-level", level);
 }
@@ -85,28 +81,19 @@ export function showOverview({ overview, workers, sessions: open }) {
 export function showAlerts(list, nowS) {
   const host = byId("alerts");
   const ordered = [...list].sort((a, b) => a.severity.localeCompare(b.severity) || a.since_s - b.since_s);
-  const shown = areAllShown ? ordered : ordered.slice(0, SHOWN_ALERTS);
-  const keys = new Set();
-  shown.forEach((alert, i) => {
-    const key = `${alert.name} ${alert.subject} ${alert.severity}`;
-    keys.add(key);
-    if (!alerts.has(key)) alerts.set(key, alertElement(alert));
-    const shownAlert = alerts.get(key);
-    setText(shownAlert.querySelector(".alert-subject"), subjectOf(alert));
-    setText(shownAlert.querySelector(".alert-summary"), `${alert.summary}.`);
-    setText(shownAlert.querySelector("time"), `for ${duration(nowS - alert.since_s)}`);
-    if (host.children[i] !== shownAlert) host.insertBefore(shownAlert, host.children[i] ?? null);
+  const rest = ordered.length - SHOWN_ALERTS;
+  const button = element("button", { type: "button", class: "rest", "aria-expanded": areAllShown }, areAllShown ? "Show fewer" : `Show ${rest} more`);
+  button.addEventListener("click", () => {
+    areAllShown = !areAllShown;
+    showAlerts(lastAlerts.list, lastAlerts.nowS);
   });
-  for (const [key, shownAlert] of alerts) {
-    if (keys.has(key)) continue;
-    shownAlert.remove();
-    alerts.delete(key);
-  }
-  showRest(host, ordered.length - SHOWN_ALERTS, list, nowS);
+  lastAlerts = { list, nowS };
+  const shown = areAllShown ? ordered : ordered.slice(0, SHOWN_ALERTS);
+  show(host, shown.map((alert) => alertElement(alert, nowS)), rest > 0 ? button : "");
   host.hidden = list.length === 0;
 }
 
-function alertElement(alert) {
+function alertElement(alert, nowS) {
   return element(
     "div",
     { class: "alert", "data-severity": alert.severity },
@@ -116,10 +103,10 @@ function alertElement(alert) {
       {},
       element("span", { class: "hidden" }, `${alert.severity}: `),
       element("span", { class: "alert-name", title: alert.name }, inWords(alert.name)),
-      element("span", { class: "alert-subject" }),
-      element("span", { class: "alert-summary" }),
+      element("span", { class: "alert-subject" }, subjectOf(alert)),
+      element("span", { class: "alert-summary" }, `${alert.summary}.`),
     ),
-    element("time"),
+    element("time", {}, `for ${duration(nowS - alert.since_s)}`),
   );
 }
 
@@ -133,20 +120,4 @@ function subjectOf(alert) {
   if (alert.summary.includes(alert.subject)) return "";
   if (runOf(alert.subject)) return nameWithRank(alert.subject);
   return /^[0-9a-f]{16,}$/.test(alert.subject) ? runName(alert.subject) : alert.subject;
-}
-
-function showRest(host, rest, list, nowS) {
-  let button = host.querySelector(".rest");
-  if (button === null) {
-    button = element("button", { type: "button", class: "rest" });
-    button.addEventListener("click", () => {
-      areAllShown = !areAllShown;
-      showAlerts(button.alerts.list, button.alerts.nowS);
-    });
-  }
-  button.alerts = { list, nowS };
-  button.hidden = rest <= 0;
-  setText(button, areAllShown ? "Show fewer" : `Show ${rest} more`);
-  button.setAttribute("aria-expanded", areAllShown);
-  if (host.lastChild !== button) host.append(button);
 }

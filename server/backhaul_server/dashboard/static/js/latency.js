@@ -1,26 +1,26 @@
 // Latency: the duration of RPCs on workers, its distribution over time, and the phases of a run's steps.
 
-import { bind, change, onChange, state } from "./address.js";
+import { bind, change, offer, onChange, state } from "./address.js";
 import { Chart } from "./chart.js";
 import { LANE_COLOURS } from "./colour.js";
-import { addCopyButton } from "./copy.js";
-import { byId, element, explain, setAttribute, setOptions, setText } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { count, milliseconds, threeDigits } from "./format.js";
 import { heatMap } from "./heat.js";
 import { overTimedSteps } from "./link.js";
 import { ask, Poll } from "./poll.js";
 import { onRange, rangeBounds, rangeQuery } from "./range.js";
 import { isUnknown, nameWithRank, onScope, shownRun } from "./scope.js";
-import { moveWithArrows } from "./table.js";
+import { problems, sub, Table } from "./table.js";
 
 const KEPT_S = 900; // the dashboard forgets older durations
-const PHASES = {
-  upload: "Sending the inputs of segments to workers",
-  queue: "Waiting on a worker for earlier segments",
-  recompute: "Computing the forward of segments again on workers",
-  backward: "Backward of segments on workers",
-  download: "Fetching gradients or activations from workers",
-};
+const PHASES = [
+  { field: "upload", hint: "Sending the inputs of segments to workers" },
+  { field: "queue", hint: "Waiting on a worker for earlier segments" },
+  { field: "recompute", hint: "Computing the forward of segments again on workers" },
+  { field: "backward", hint: "Backward of segments on workers" },
+  { field: "download", hint: "Fetching gradients or activations from workers" },
+  { field: "wait", label: "exposed wait", hint: "Time for which backward was blocked by workers", kind: "line" },
+];
 const MEANINGS = {
   GetTelemetry: "a dashboard asks for numbers",
   OpenSession: "a trainer connects",
@@ -28,8 +28,6 @@ const MEANINGS = {
   CloseSession: "a trainer leaves",
   PutProgram: "send what a segment computes",
   PutTensors: "send tensors",
-  PutStripes: "send parts of large tensors",
-  GetStripes: "fetch parts of large tensors",
   SaveSegment: "save the inputs of a segment",
   ShortSaves: "save the inputs of short segments",
   Recompute: "recompute a segment, return activations",
@@ -41,7 +39,6 @@ const MEANINGS = {
   FetchSources: "fetch values that segments made",
   PutReports: "report steps and calls",
 };
-const rows = new Map();
 const heat = heatMap();
 let times = []; // when each step of the chart of phases began
 const phases = new Chart(byId("phases"), {
@@ -50,69 +47,29 @@ const phases = new Chart(byId("phases"), {
   x: "step",
   height: 230,
   link: overTimedSteps(() => times),
-  series: [
-    ...Object.entries(PHASES).map(([phase, hint]) => ({ label: phase, hint, colour: LANE_COLOURS[phase], kind: "bars" })),
-    { label: "exposed wait", hint: "Time for which backward was blocked by workers", colour: "vermilion", kind: "line" },
-  ],
+  series: PHASES.map((phase) => ({ label: phase.field, colour: LANE_COLOURS[phase.field], kind: "bars", ...phase })),
 });
 let poll = null;
+let rpcs = null;
 
-function pick(chosen) {
-  change({ rpc: state("rpc") === chosen ? "" : chosen });
-}
-
-function showPicked() {
-  for (const [name, row] of rows) setAttribute(row, "aria-selected", name === state("rpc"));
-}
-
-function rowOf(name) {
-  const row = element("tr", { tabindex: "0", "aria-selected": name === state("rpc") }, ...Array.from({ length: 6 }, () => element("td")));
-  row.cells[0].append(element("span"), element("span", { class: "sub" }));
-  row.addEventListener("click", () => pick(name));
-  row.addEventListener("keydown", (event) => {
-    if (event.key !== "Enter" && event.key !== " ") return;
-    event.preventDefault();
-    pick(name);
-  });
-  rows.set(name, row);
-  return row;
-}
-
-function showRpcs(rpcs) {
-  const table = byId("rpcs");
-  const body = table.tBodies[0];
-  rpcs.forEach((rpc, i) => {
-    const row = rows.get(rpc.method) ?? rowOf(rpc.method);
-    const values = [rpc.method, count(rpc.calls), count(rpc.errors), ...[rpc.p50_ms, rpc.p90_ms, rpc.p99_ms].map(milliseconds)];
-    values.forEach((value, c) => setText(c === 0 ? row.cells[0].firstChild : row.cells[c], value));
-    setText(row.cells[0].lastChild, MEANINGS[rpc.method] ?? "");
-    row.cells[2].classList.toggle("errors", rpc.errors > 0);
-    if (body.rows[i] !== row) body.insertBefore(row, body.rows[i] ?? null);
-  });
-  for (const [name, row] of rows) {
-    if (rpcs.some((rpc) => rpc.method === name)) continue;
-    row.remove();
-    rows.delete(name);
-  }
-  table.hidden = rpcs.length === 0;
-  explain(
-    byId("latency").querySelector(".block .empty"),
-    rpcs.length === 0 ? "No calls in this time range. Start a training with backhaul.connect(), or choose a longer time range." : "",
-  );
-}
+const COLUMNS = [
+  { title: "RPC", isText: true, cell: (rpc) => [element("span", {}, rpc.method), sub(MEANINGS[rpc.method])] },
+  { title: "Calls", cell: (rpc) => count(rpc.calls) },
+  problems("Errors", "errors"),
+  ...[50, 90, 99].map((percentile) => ({ title: `p${percentile}`, cell: (rpc) => milliseconds(rpc[`p${percentile}_ms`]) })),
+];
 
 function showPhases(all) {
   const shown = all.find((one) => one.run === shownRun()) ?? (state("run") ? undefined : all[0]);
   const isKept = shown !== undefined || state("run") === "";
-  const names = Object.keys(PHASES);
-  const lists = names.map((phase) => shown?.[`${phase}_ms`] ?? []);
+  const lists = PHASES.map(({ field }) => shown?.[`${field}_ms`] ?? []);
   const isEmpty = !shown || shown.step.length === 0;
   const caption = byId("phases").querySelector("figcaption");
   setText(caption, shown ? `Remote time of a step by phase, run ${nameWithRank(shown.run)}` : "Remote time of a step by phase");
   times = shown?.at_s ?? [];
   phases.update(
-    [shown?.step ?? [], ...lists, shown?.wait_ms ?? []],
-    isEmpty ? "" : `Run ${nameWithRank(shown.run)}, step ${shown.step.at(-1)}: ${names.map((phase) => `${phase} ${threeDigits(shown[`${phase}_ms`].at(-1))} ms`).join(", ")}, exposed wait ${threeDigits(shown.wait_ms.at(-1))} ms.`,
+    [shown?.step ?? [], ...lists],
+    isEmpty ? "" : `Run ${nameWithRank(shown.run)}, step ${shown.step.at(-1)}: ${PHASES.map(({ field, label }, i) => `${label ?? field} ${threeDigits(lists[i].at(-1))} ms`).join(", ")}.`,
     !isEmpty
       ? ""
       : isKept
@@ -127,26 +84,22 @@ async function refresh(signal) {
   const latency = await ask("api/v1/latency", asked, signal);
   const [since] = rangeBounds();
   byId("latency-kept").hidden = since > Date.now() / 1000 - KEPT_S - 1;
-  showRpcs(latency.rpcs);
+  rpcs.update(latency.rpcs, "No calls in this time range. Start a training with backhaul.connect(), or choose a longer time range.");
   heat.update(latency.heat, asked.method);
   showPhases(latency.phases);
 }
 
 /** Offers the workers of a live event for selection. */
 export function offerWorkers(workers) {
-  const addresses = workers.map((worker) => worker.address);
-  if (state("worker") && !addresses.includes(state("worker"))) addresses.push(state("worker"));
-  setOptions(byId("latency-worker"), [["", "all"], ...addresses.map((address) => [address, address])]);
-  byId("latency-worker").value = state("worker");
+  offer(byId("latency-worker"), "worker", "all", workers.map((worker) => [worker.address, worker.address]));
 }
 
 export function startLatency() {
-  poll = new Poll(byId("latency"), 2000, refresh);
+  rpcs = new Table(byId("rpcs"), COLUMNS, (rpc) => rpc.method, { onPick: (method) => change({ rpc: state("rpc") === method ? "" : method }) });
+  const showPicked = () => rpcs.showPicked(state("rpc"));
+  showPicked();
+  poll = new Poll(byId("latency"), 2000, refresh, { events: [onRange, onScope] });
   bind(byId("latency-worker"), "worker");
   onChange(["rpc"], showPicked);
   onChange(["worker", "rpc"], () => poll.now());
-  onRange(() => poll.now());
-  onScope(() => poll.now());
-  moveWithArrows(byId("rpcs").tBodies[0]);
-  for (const figure of ["heat", "phases"]) addCopyButton(byId(figure));
 }

@@ -1,9 +1,8 @@
 // Memory over time: the tiers of a worker or the bytes held for a run, and beside it the memory of the trainer.
 
 import { bind, change, onChange, state } from "./address.js";
-import { Chart } from "./chart.js";
+import { Chart, swatchOf } from "./chart.js";
 import { colour } from "./colour.js";
-import { addCopyButton } from "./copy.js";
 import { byId, element, setOptions, setText } from "./dom.js";
 import { ageOf, timeOfNumbers, workerAt } from "./fleet.js";
 import { bytes, count, date } from "./format.js";
@@ -106,14 +105,12 @@ function showMarks(history) {
   const fields = (history.marks ? TIERS : HELD).map((tier) => history[tier.field]);
   const most = Math.max(0, ...history.at_s.map((_, i) => fields.reduce((sum, list) => sum + list[i], 0)));
   const isOnScale = showsBudget(most) || most >= history.budget_bytes;
-  const line = element("span", { class: "swatch line dashed", "aria-hidden": "true" });
-  line.style.borderColor = colour("bad");
-  byId("memory-budget-key").replaceChildren(line, "budget", element("b", {}, bytes(history.budget_bytes)), isOnScale ? "" : "(above)");
-  for (const [id, kind, name] of [["memory-evictions", "eviction", "evictions"], ["memory-refusals", "refusal", "refusals"]]) {
-    const swatch = element("span", { class: "swatch mark", "aria-hidden": "true" }, MARKS[kind][0]);
-    swatch.style.color = colour(MARKS[kind][1]);
-    byId(id).replaceChildren(swatch, name, element("b", {}, count(total(kind))));
-    byId(id).hidden = history.marks === undefined;
+  byId("memory-budget-key").replaceChildren(swatchOf({ colour: "bad", kind: "line", dash: [6, 4] }), "budget", element("b", {}, bytes(history.budget_bytes)), isOnScale ? "" : "(above)");
+  for (const [kind, [shape, name]] of Object.entries(MARKS)) {
+    const swatch = element("span", { class: "swatch mark", "aria-hidden": "true" }, shape);
+    swatch.style.color = `var(--${name})`;
+    byId(`memory-${kind}s`).replaceChildren(swatch, `${kind}s`, element("b", {}, count(total(kind))));
+    byId(`memory-${kind}s`).hidden = history.marks === undefined;
   }
 }
 
@@ -196,7 +193,7 @@ async function refresh(signal) {
 }
 
 export function startMemory() {
-  poll = new Poll(byId("memory"), OFTEN_MS, refresh);
+  poll = new Poll(byId("memory"), OFTEN_MS, refresh, { events: [onRange, onScope] });
   bind(byId("memory-of"), "memory");
   const box = byId("memory-budget");
   const showBudget = () => {
@@ -208,7 +205,4 @@ export function startMemory() {
   onChange(["budget"], showBudget);
   box.checked = state("budget") === "1";
   onChange(["memory"], () => poll.now());
-  onRange(() => poll.now());
-  onScope(() => poll.now());
-  for (const figure of ["memory-held", "memory-trainer"]) addCopyButton(byId(figure));
 }

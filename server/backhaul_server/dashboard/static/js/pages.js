@@ -78,3 +78,15 @@ export class LocalPages extends Pager {
     this.page = Math.floor(index / this.size);
   }
 }
+
+/** Pages of a list of which the API returns `rows` from an offset on, and the `total`. */
+export class OffsetPages extends LocalPages {
+  get query() {
+    return { limit: this.size, offset: this.page * this.size };
+  }
+
+  show(answer) {
+    this.write(answer.offset, answer.rows.length, answer.total);
+    this.host.hidden = answer.total === 0; // also one page says how many rows match
+  }
+}

@@ -53,11 +53,12 @@ export function loadSeen() {
 
 /**
  * Calls `refresh(signal)` at an interval while a part is on screen and the tab is visible. Each call begins only after
- * the last one has ended. `now()` aborts the present call and begins a new one, as after a click. `onRefused(sentence)`
- * is called when the dashboard refuses a request, for example because it does not know the chosen run.
+ * the last one has ended. `now()` aborts the present call and begins a new one, as after a click and after what one of
+ * `events` calls back for, such as `onRange`. `onRefused(sentence)` is called when the dashboard refuses a request, for
+ * example because it does not know the chosen run.
  */
 export class Poll {
-  constructor(section, intervalMs, refresh, onRefused = () => {}) {
+  constructor(section, intervalMs, refresh, { events = [], onRefused = () => {} } = {}) {
     this.section = section;
     this.intervalMs = intervalMs;
     this.refresh = refresh;
@@ -67,6 +68,7 @@ export class Poll {
     this.timer = 0;
     this.waiting = []; // called when the next request has ended
     polls.push(this);
+    for (const onEvent of events) onEvent(() => this.now());
     new IntersectionObserver(
       (entries) => {
         const wasVisible = this.isVisible;

@@ -1,7 +1,7 @@
 // The time range of all charts: the last minutes, which move on ("live"), or a fixed range between two times.
 
 import { change, onChange, state } from "./address.js";
-import { byId, element, setAttribute, setText } from "./dom.js";
+import { byId, element, setAttribute } from "./dom.js";
 import { clock, date, duration } from "./format.js";
 
 const LIVE_S = [60, 120, 300, 600, 900, 1800, 3600];

@@ -1,18 +1,17 @@
 // Runs, including those of the history: the table with its search, and a comparison of up to six of them.
 
-import { bind, change, onChange, state } from "./address.js";
-import { Chart } from "./chart.js";
-import { colour, drawInTheme, RUN_COLOURS, RUN_DASHES } from "./colour.js";
-import { addCopyButton } from "./copy.js";
-import { byId, element, explain, setOptions, setText } from "./dom.js";
+import { bind, change, offer, onChange, state } from "./address.js";
+import { Chart, swatchOf } from "./chart.js";
+import { RUN_COLOURS, RUN_DASHES } from "./colour.js";
+import { byId, element, setText } from "./dom.js";
 import { bytes, count, date, loss, milliseconds, NONE, percent, signedMilliseconds } from "./format.js";
 import { overSteps } from "./link.js";
 import { CursorPages } from "./pages.js";
 import { ask, Poll, RefusedError } from "./poll.js";
 import { fixedRange, onRange, rangeQuery } from "./range.js";
 import { chooseRun, hasChosenRank, learnRuns, nameWithRank, onScope, runOf } from "./scope.js";
-import { facts, paintState, Table } from "./table.js";
-import { paintTags } from "./verdict.js";
+import { facts, problems, stateOf, Table } from "./table.js";
+import { tagsOf } from "./verdict.js";
 
 const MOST = RUN_COLOURS.length;
 const CHARTS = {
@@ -31,9 +30,9 @@ let usual = []; // ids that are compared while the viewer has not chosen any
 let drawn = "";
 
 const COLUMNS = [
-  { title: "Compare", isText: true, paint: paintBox },
-  { title: "Run", isText: true, paint: paintName },
-  { title: "State", isText: true, paint: (cell, run) => paintState(cell, run.state) },
+  { title: "Compare", isText: true, cell: boxCell },
+  { title: "Run", isText: true, cell: nameCell },
+  { title: "State", isText: true, cell: (run) => stateOf(run.state) },
   { title: "Saved", cell: (run) => percent(run.verdict.saved_share), hint: "Memory that the trainer did not need, as a share of its peak without Backhaul" },
   { title: "Added", cell: (run) => added(run.verdict), hint: "Wait and overhead, minus the recomputation that workers spared the trainer. Below zero, a step is faster than one that recomputes on the trainer" },
   { title: "Trainer", isText: true, cell: (run) => run.trainer },
@@ -43,37 +42,30 @@ const COLUMNS = [
   { title: "Trainer peak", cell: (run) => bytes(run.peak_bytes) },
   { title: "Sent", cell: (run) => bytes(run.up_bytes) },
   { title: "Received", cell: (run) => bytes(run.down_bytes) },
-  { title: "Fallbacks", paint: (cell, run) => {
-    setText(cell, count(run.fallbacks));
-    cell.classList.toggle("errors", run.fallbacks > 0);
-  } },
+  problems("Fallbacks", "fallbacks"),
   { title: "Last loss", cell: (run) => loss(run.last_loss) },
 ];
 
-function paintBox(cell, run) {
-  let box = cell.querySelector("input");
-  if (box === null) {
-    box = element("input", { type: "checkbox", "aria-label": `Compare run ${nameWithRank(run.run)}` });
-    box.addEventListener("change", () => choose(run.run, box.checked));
-    cell.append(box);
-  }
+function boxCell(run) {
   const picked = pickedRuns();
-  box.checked = picked.includes(run.run);
-  box.disabled = !box.checked && picked.filter(Boolean).length >= MOST;
+  const isPicked = picked.includes(run.run);
+  const isFull = !isPicked && picked.filter(Boolean).length >= MOST;
+  const box = element("input", { type: "checkbox", "aria-label": `Compare run ${nameWithRank(run.run)}`, "data-run": run.run, checked: isPicked ? "" : undefined, disabled: isFull ? "" : undefined });
+  box.addEventListener("change", () => {
+    box.toggleAttribute("checked", box.checked); // so that it stays when the table is shown again, with its focus
+    choose(run.run, box.checked);
+  });
+  return box;
 }
 
-/** Shows the name of a run, or its id, as a button that has the whole page show the run; below it the tags. */
-function paintName(cell, run) {
-  if (cell.firstChild === null) {
-    const button = element("button", { type: "button", class: "link", title: "Show this run on the whole page" });
-    button.addEventListener("click", () => {
-      chooseRun(run.run);
-      byId("overview").scrollIntoView();
-    });
-    cell.append(button, element("span", { class: "tags" }));
-  }
-  setText(cell.firstChild, nameWithRank(run.run));
-  paintTags(cell.lastChild, run.tags);
+/** Returns the name of a run, or its id, as a button that has the whole page show the run; below it the tags. */
+function nameCell(run) {
+  const button = element("button", { type: "button", class: "link", title: "Show this run on the whole page", "data-run": run.run }, nameWithRank(run.run));
+  button.addEventListener("click", () => {
+    chooseRun(run.run);
+    byId("overview").scrollIntoView();
+  });
+  return [button, element("span", { class: "tags" }, ...tagsOf(run.tags))];
 }
 
 function added(verdict) {
@@ -105,11 +97,7 @@ function showChoice() {
   byId("compare").hidden = runs.length === 0;
   setText(byId("runs-hint"), runs.length === 0 ? `Select up to ${MOST} to compare` : `${runs.length} of at most ${MOST} selected`);
   byId("compare-legend").replaceChildren(
-    ...runs.map((one) => {
-      const swatch = element("span", { class: `swatch line${one.dash.length > 2 || one.dash[0] > 2 ? " dashed" : one.dash.length ? " dotted" : ""}`, "aria-hidden": "true" });
-      swatch.style.borderColor = colour(one.colour);
-      return element("li", {}, swatch, nameWithRank(one.run.run));
-    }),
+    ...runs.map((one) => element("li", {}, swatchOf({ ...one, kind: "line" }), nameWithRank(one.run.run))),
   );
   showDifferences(runs.map((one) => one.run));
 }
@@ -174,26 +162,20 @@ async function stepsOf(run, asked, signal) {
 }
 
 function showTable() {
-  const shown = list.filter((run) => hasChosenRank(run.run));
-  table.update(shown);
-  byId("runs-table").hidden = shown.length === 0;
   const isFiltered = state("search") || state("tag") || state("rank");
-  explain(
-    byId("runs").querySelector(":scope > .empty"),
-    shown.length > 0
-      ? ""
-      : isFiltered
-        ? "No run matches. Choose another word, tag or rank."
-        : "No runs yet. Every training that connects to one of these workers appears in this table and stays in it.",
+  table.update(
+    list.filter((run) => hasChosenRank(run.run)),
+    isFiltered
+      ? "No run matches. Choose another word, tag or rank."
+      : "No runs yet. Every training that connects to one of these workers appears in this table and stays in it.",
   );
 }
 
 /** Offers the tags of listed runs for selection. The selected one stays in the list. */
 function offerTags() {
-  const tags = [...new Set([...list.flatMap((run) => run.tags), ...(state("tag") ? [state("tag")] : [])])].sort();
-  setOptions(byId("runs-tag"), [["", "any"], ...tags.map((tag) => [tag, tag])]);
-  byId("runs-tag").value = state("tag");
-  byId("runs-tag").closest("label").hidden = tags.length === 0;
+  const tags = [...new Set(list.flatMap((run) => run.tags))].sort();
+  offer(byId("runs-tag"), "tag", "any", tags.map((tag) => [tag, tag]));
+  byId("runs-tag").closest("label").hidden = byId("runs-tag").options.length < 2;
 }
 
 /** Returns the steps that the comparison is zoomed to, or null. */
@@ -220,22 +202,17 @@ export function startRuns() {
     const figure = byId(`compare-${field}`);
     charts[field] = new Chart(figure, { x: "step", height: 190, link: overSteps, xRange: zoomed, hasLegend: false, ...options });
     figure.dataset.scope = "by step";
-    addCopyButton(figure);
   }
   table = new Table(byId("runs-table"), COLUMNS, (run) => run.run, { expands: 5, details });
   pages = new CursorPages(byId("runs-pager"), 25, () => poll.now());
-  poll = new Poll(byId("runs"), 2000, refresh);
+  poll = new Poll(byId("runs"), 2000, refresh, { events: [onRange] });
   bind(byId("runs-search"), "search");
   bind(byId("runs-tag"), "tag");
-  let timer = 0;
   const begin = () => {
     pages.reset();
     poll.now();
   };
-  onChange(["search"], () => {
-    clearTimeout(timer);
-    timer = setTimeout(begin, DEBOUNCE_MS);
-  });
+  onChange(["search"], begin, DEBOUNCE_MS);
   onChange(["tag"], begin);
   onChange(["compare"], () => {
     showTable();
@@ -245,7 +222,5 @@ export function startRuns() {
   onChange(["between"], showZoom);
   byId("compare-all").addEventListener("click", () => change({ between: "" }));
   onScope(showTable);
-  onRange(() => poll.now());
-  drawInTheme(showChoice);
   showZoom();
 }

@@ -1,7 +1,7 @@
 // The run and the rank that the page shows. Ranks of one distributed job are runs of their own; they are chosen together.
 
-import { bind, change, onChange, state } from "./address.js";
-import { byId, setOptions } from "./dom.js";
+import { bind, change, offer, onChange, state } from "./address.js";
+import { byId } from "./dom.js";
 import { count, runName } from "./format.js";
 import { ask, RefusedError } from "./poll.js";
 
@@ -94,15 +94,13 @@ function peersOf(id) {
 
 /** Takes runs that the API has listed, and offers them for selection. */
 export function learnRuns(list) {
-  const before = newest;
   const chosenBefore = chosenRuns().join();
   for (const run of list) runs.set(run.run, run);
   countNames();
   newest = [...runs.values()].reduce((best, run) => (best === undefined || run.started_at_s > best.started_at_s ? run : best), undefined)?.run ?? "";
-  offer();
+  offerRuns();
   const isChosen = state("run") !== "" || state("rank") !== "";
   if (isChosen && chosenRuns().join() !== chosenBefore) for (const callback of listeners) callback();
-  return before !== newest;
 }
 
 function countNames() {
@@ -110,18 +108,16 @@ function countNames() {
   for (const run of runs.keys()) sameNames.set(ownName(run), (sameNames.get(ownName(run)) ?? 0) + 1);
 }
 
-function offer() {
+function offerRuns() {
   document.title = state("run") === "" ? "Backhaul" : `${chosenName()} · Backhaul`;
   const known = [...runs.values()].sort((a, b) => b.started_at_s - a.started_at_s);
   const jobs = known.filter((run) => peersOf(run.run)[0] === run.run || run.run === state("run"));
   const options = jobs.map((run) => [run.run, labelOf(run)]);
   if (state("run") && !runs.has(state("run"))) options.push([state("run"), runName(state("run"))]);
-  setOptions(byId("run"), [["", "all runs"], ...options]);
-  byId("run").value = state("run");
+  offer(byId("run"), "run", "all runs", options);
   const ranks = [...new Set(known.filter((run) => run.world_size > 1).map((run) => run.rank))].sort((a, b) => a - b);
   if (state("rank") && !ranks.includes(Number(state("rank")))) ranks.push(Number(state("rank")));
-  setOptions(byId("rank"), [["", "all ranks"], ...ranks.map((rank) => [String(rank), `rank ${rank}`])]);
-  byId("rank").value = state("rank");
+  offer(byId("rank"), "rank", "all ranks", ranks.map((rank) => [String(rank), `rank ${rank}`]));
   byId("rank").closest("label").hidden = ranks.length === 0;
 }
 
@@ -157,9 +153,9 @@ export function startScope() {
   bind(byId("run"), "run");
   bind(byId("rank"), "rank");
   onScope(() => {
-    offer();
+    offerRuns();
     learnChosen();
   });
-  offer();
+  offerRuns();
   learnChosen();
 }

@@ -1,28 +1,23 @@
 // The table of segments. The dashboard sorts, filters and pages, so ten thousand rows are as fast as ten.
 
-import { bind, change, onChange, state } from "./address.js";
-import { byId, element, explain, setOptions, setText } from "./dom.js";
+import { bind, change, offer, onChange, state } from "./address.js";
+import { byId, element, explain } from "./dom.js";
 import { bytes, count, drift, duration, milliseconds, NONE } from "./format.js";
+import { OffsetPages } from "./pages.js";
 import { ask, pathTo, Poll } from "./poll.js";
 import { chosenRun, chosenRuns, nameWithRank, onScope } from "./scope.js";
-import { Table } from "./table.js";
+import { problems, sub, Table } from "./table.js";
 
 const PAGE = 50;
 const DEBOUNCE_MS = 200; // between typed letters
 const LONGEST_REASON = 70; // in the list to choose from
-let offset = 0;
 let table = null;
 let poll = null;
-let total = 0;
+let pages = null;
 let nowS = 0;
 
-const problem = (field) => (cell, row) => {
-  setText(cell, count(row[field]));
-  cell.classList.toggle("errors", row[field] > 0);
-};
-
 const COLUMNS = [
-  { title: "Segment", sort: "segment", isText: true, paint: paintName },
+  { title: "Segment", sort: "segment", isText: true, cell: (row) => [element("span", {}, row.segment), sub(nameWithRank(row.run))] },
   { title: "Calls", sort: "calls", cell: (row) => count(row.calls) },
   { title: "Sent", sort: "up_bytes", cell: (row) => bytes(row.up_bytes) },
   { title: "Received", sort: "down_bytes", cell: (row) => bytes(row.down_bytes) },
@@ -30,42 +25,25 @@ const COLUMNS = [
   { title: "Remote", sort: "remote_ms", cell: (row) => (row.remote_ms ? milliseconds(row.remote_ms) : NONE), hint: "Median time of recomputation and backward on a worker" },
   { title: "Wait", sort: "wait_ms", cell: (row) => milliseconds(row.wait_ms), hint: "Median time that backward was blocked by the segment" },
   { title: "Overhead", sort: "overhead_ms", cell: (row) => milliseconds(row.overhead_ms), hint: "Median time of recording, digests and sending on the trainer" },
-  { title: "Decision", sort: "decision", isText: true, paint: paintDecision },
-  { title: "Why", sort: "reason", isText: true, className: "wrap", paint: paintWhy, hint: "Reason of the last call, and of earlier calls that got no gradients from a worker" },
+  { title: "Decision", sort: "decision", isText: true, cell: ({ decision }) => (decision ? element("span", { class: "badge", "data-kind": decision }, decision) : NONE) },
+  { title: "Why", sort: "reason", isText: true, className: "wrap", cell: whyOf, hint: "Reason of the last call, and of earlier calls that got no gradients from a worker" },
   { title: "Worker", sort: "worker", isText: true, cell: (row) => row.worker || NONE },
-  { title: "Fallbacks", sort: "fallbacks", paint: problem("fallbacks") },
-  { title: "Mismatches", sort: "mismatches", paint: problem("mismatches"), hint: "Recomputations whose values the trainer rejected" },
+  problems("Fallbacks", "fallbacks", { sort: "fallbacks" }),
+  problems("Mismatches", "mismatches", { sort: "mismatches", hint: "Recomputations whose values the trainer rejected" }),
   { title: "Drift", sort: "drift", cell: (row) => drift(row.drift), hint: "Relative difference from the trainer's numbers; 0 if all bits are equal" },
   { title: "Retries", sort: "retries", cell: (row) => count(row.retries) },
 ];
 
-function paintName(cell, row) {
-  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub", title: "Run" }));
-  setText(cell.firstChild, row.segment);
-  setText(cell.lastChild, nameWithRank(row.run));
-}
-
-/** Shows the reason of the last call, then the other reasons with their number of calls and the age of the last. */
-function paintWhy(cell, row) {
+/** Returns the reason of the last call, then the other reasons with their number of calls and the age of the last. */
+function whyOf(row) {
   const kept = new Map(row.reasons.map((one) => [one.reason, one]));
   const reasons = [...new Set([...(row.reason ? [row.reason] : []), ...kept.keys()])];
-  const lines = reasons.map((reason) => {
+  const nodes = reasons.map((reason) => {
     const one = kept.get(reason);
-    return [reason, one ? `${count(one.calls)} ${one.calls === 1 ? "call" : "calls"}, last ${duration(nowS - one.last_at_s)} ago` : "", one?.is_fallback ?? false];
+    const calls = one ? `${count(one.calls)} ${one.calls === 1 ? "call" : "calls"}, last ${duration(nowS - one.last_at_s)} ago` : "";
+    return element("span", { class: "why" }, element("span", one?.is_fallback ? { class: "errors" } : {}, reason), sub(calls));
   });
-  const signature = JSON.stringify(lines);
-  if (cell.dataset.shown === signature) return;
-  cell.dataset.shown = signature;
-  const nodes = lines.map(([reason, calls, isFallback]) =>
-    element("span", { class: "why" }, element("span", isFallback ? { class: "errors" } : {}, reason), ...(calls ? [element("span", { class: "sub" }, calls)] : [])),
-  );
-  cell.replaceChildren(...(nodes.length ? nodes : [NONE]));
-}
-
-function paintDecision(cell, row) {
-  if (cell.dataset.shown === row.decision) return;
-  cell.dataset.shown = row.decision;
-  cell.replaceChildren(row.decision ? element("span", { class: "badge", "data-kind": row.decision }, row.decision) : NONE);
+  return nodes.length ? nodes : NONE;
 }
 
 function query() {
@@ -74,7 +52,11 @@ function query() {
 
 /** Updates the controls at once; the rows follow with the next answer. */
 function begin() {
-  offset = 0;
+  pages.turnTo(0);
+  turn();
+}
+
+function turn() {
   showQuery();
   poll.now();
 }
@@ -83,28 +65,17 @@ function showQuery() {
   table.showSort(state("sort"), state("order") === "down");
   byId("segments-table").setAttribute("aria-busy", "true");
   byId("segments-csv").href = pathTo("api/v1/segments.csv", query());
-  showPages();
-}
-
-function showPages() {
-  const last = Math.min(offset + PAGE, total);
-  setText(byId("segments-count"), total === 0 ? "" : `${count(offset + 1)}–${count(last)} of ${count(total)}`);
-  byId("segments-previous").disabled = offset === 0;
-  byId("segments-next").disabled = offset + PAGE >= total;
 }
 
 async function refresh(signal) {
-  const page = await ask("api/v1/segments", { ...query(), offset, limit: PAGE }, signal);
-  total = page.total;
+  const page = await ask("api/v1/segments", { ...query(), ...pages.query }, signal);
   nowS = page.at_s;
   offerReasons(page.reasons);
-  if (offset >= total && offset > 0) offset = Math.max(0, Math.floor((total - 1) / PAGE) * PAGE);
-  table.update(page.rows);
+  if (page.rows.length === 0 && page.total > 0) pages.turnTo(page.total - 1); // fewer rows match than before
+  table.update(page.rows, page.total > 0 ? "" : whyEmpty(page.note));
   byId("segments-table").setAttribute("aria-busy", "false");
-  byId("segments-table").hidden = total === 0;
-  explain(byId("segments-note"), total > 0 ? page.note : "");
-  explain(byId("segments").querySelector(":scope > .empty"), total > 0 ? "" : whyEmpty(page.note));
-  showPages();
+  explain(byId("segments-note"), page.total > 0 ? page.note : "");
+  pages.show(page);
 }
 
 /** Returns why there are no rows, given the sentence on runs whose segments are not kept. */
@@ -116,44 +87,27 @@ function whyEmpty(note) {
 }
 
 function showRefusal(sentence) {
-  total = 0;
-  table.update([]);
-  byId("segments-table").hidden = true;
+  table.update([], `The segments of this run cannot be shown: ${sentence}.`);
   explain(byId("segments-note"), "");
-  explain(byId("segments").querySelector(":scope > .empty"), `The segments of this run cannot be shown: ${sentence}.`);
-  showPages();
+  pages.show({ offset: 0, rows: [], total: 0 });
 }
 
 /** Offers reasons for selection. The selected one stays in the list. */
 function offerReasons(list) {
-  const known = list.map((one) => one.reason);
-  if (state("reason") && !known.includes(state("reason"))) known.push(state("reason"));
   const short = (reason) => (reason.length > LONGEST_REASON ? `${reason.slice(0, LONGEST_REASON - 1)}…` : reason);
-  setOptions(byId("segments-reason"), [["", "any"], ...known.map((reason) => [reason, short(reason)])]);
-  byId("segments-reason").value = state("reason");
+  offer(byId("segments-reason"), "reason", "any", list.map(({ reason }) => [reason, short(reason)]));
 }
 
 export function startSegments() {
   table = new Table(byId("segments-table"), COLUMNS, (row) => `${row.run}\n${row.segment}`, {
     onSort: (field) => change({ sort: field, order: state("sort") === field && state("order") === "" ? "down" : "" }),
   });
-  poll = new Poll(byId("segments"), 2000, refresh, showRefusal);
+  pages = new OffsetPages(byId("segments-pager"), PAGE, turn);
+  poll = new Poll(byId("segments"), 2000, refresh, { onRefused: showRefusal });
   bind(byId("segments-reason"), "reason");
   bind(byId("segments-filter"), "filter");
-  let timer = 0;
-  onChange(["filter"], () => {
-    clearTimeout(timer);
-    timer = setTimeout(begin, DEBOUNCE_MS);
-  });
+  onChange(["filter"], begin, DEBOUNCE_MS);
   onChange(["reason", "sort", "order"], begin);
   onScope(begin);
-  for (const [id, pages] of [["segments-previous", -1], ["segments-next", 1]]) {
-    byId(id).addEventListener("click", () => {
-      offset = Math.max(0, offset + pages * PAGE);
-      showQuery();
-      poll.now();
-      byId("segments-table").closest(".scroll").scrollTop = 0;
-    });
-  }
   showQuery();
 }

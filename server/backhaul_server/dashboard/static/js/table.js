@@ -1,28 +1,33 @@
 // Tables that keep their rows from one answer to the next, so that focus, selection and open details survive.
 
-import { element, icon, setAttribute, setText } from "./dom.js";
+import { element, explain, icon, setAttribute, show } from "./dom.js";
+import { count } from "./format.js";
 
 /**
- * A column: `title` is its heading; `cell(item)` returns its text; `isText` aligns it left; `className` is the class of
- * its cells; `level(item)` marks a cell; `sort` names the field to sort by; `paint(cell, item)` draws anything other than
- * text; `hint` explains the heading.
+ * A column: `title` is its heading; `cell(item)` returns its text, a node, or a list of both; `isText` aligns it left;
+ * `className` is the class of its cells; `hasErrors(item)` marks a cell; `sort` names the field to sort by; `hint` explains
+ * the heading.
  */
 export class Table {
   /**
-   * @param {HTMLTableElement} table with an empty thead and tbody
+   * @param {HTMLTableElement} table in a `.scroll`, below which a sentence takes its place while it is empty
    * @param {object[]} columns objects as described above
    * @param {(item: object) => string} key returns a unique key of an item
-   * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function}} options
+   * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function,
+   *   onPick?: (key: string) => void}} options
    */
   constructor(table, columns, key, options = {}) {
-    this.body = table.tBodies[0];
+    this.table = table;
+    this.note = element("p", { class: "empty", hidden: "" });
+    table.closest(".scroll").after(this.note);
+    this.body = table.createTBody();
     this.columns = columns;
     this.key = key;
     this.options = options;
     this.rows = new Map();
     this.open = new Set();
-    table.tHead.replaceChildren(element("tr", {}, ...columns.map((column) => this.#head(column))));
-    this.heads = [...table.tHead.rows[0].cells];
+    this.heads = columns.map((column) => this.#head(column));
+    table.createTHead().append(element("tr", {}, ...this.heads));
     moveWithArrows(this.body);
   }
 
@@ -47,8 +52,16 @@ export class Table {
     });
   }
 
-  /** Shows these items in this order. */
-  update(items) {
+  /** Marks the row of a key as the picked one, or none. */
+  showPicked(key) {
+    this.picked = key;
+    for (const [one, { row }] of this.rows) setAttribute(row, "aria-selected", one === key);
+  }
+
+  /** Shows these items in this order; if there are none, a sentence that says why and what to do. */
+  update(items, sentence = "") {
+    this.table.hidden = items.length === 0;
+    explain(this.note, items.length === 0 ? sentence : "");
     const seen = new Set();
     let next = this.body.firstChild;
     for (const item of items) {
@@ -96,6 +109,16 @@ export class Table {
       made.cells[this.options.expands ?? 0].append(made.expander);
       made.label = text;
     }
+    if (this.options.onPick) {
+      setAttribute(made.row, "tabindex", "0");
+      setAttribute(made.row, "aria-selected", key === this.picked);
+      made.row.addEventListener("click", () => this.options.onPick(key));
+      made.row.addEventListener("keydown", (event) => {
+        if (event.key !== "Enter" && event.key !== " ") return;
+        event.preventDefault();
+        this.options.onPick(key);
+      });
+    }
     return made;
   }
 
@@ -114,9 +137,8 @@ export class Table {
     made.item = item;
     this.columns.forEach((column, i) => {
       const target = made.label && i === (this.options.expands ?? 0) ? made.label : made.cells[i];
-      if (column.paint) column.paint(target, item);
-      else setText(target, column.cell(item));
-      if (column.level) setAttribute(made.cells[i], "data-level", column.level(item));
+      show(target, column.cell(item));
+      if (column.hasErrors) target.classList.toggle("errors", column.hasErrors(item));
     });
     if (this.options.level) setAttribute(made.row, "data-level", this.options.level(item));
     const key = this.key(item);
@@ -130,7 +152,7 @@ export class Table {
 }
 
 /** Moves the focus up or down between rows, or between the same buttons or boxes of neighbouring rows. */
-export function moveWithArrows(body) {
+function moveWithArrows(body) {
   body.addEventListener("keydown", (event) => {
     if (event.key !== "ArrowDown" && event.key !== "ArrowUp") return;
     const selector = event.target.tagName === "TR" ? "tr[tabindex]" : `td > ${event.target.tagName.toLowerCase()}`;
@@ -142,6 +164,16 @@ export function moveWithArrows(body) {
   });
 }
 
+/** Returns a column that shows a count, and marks it if it is not 0. */
+export function problems(title, field, more = {}) {
+  return { title, cell: (item) => count(item[field]), hasErrors: (item) => item[field] > 0, ...more };
+}
+
+/** Returns a smaller line of a cell; "" for no text. */
+export function sub(text, className = "") {
+  return text ? element("span", { class: `sub ${className}`.trim() }, text) : "";
+}
+
 /** Returns names and values as a list that wraps. */
 export function facts(entries) {
   return element(
@@ -151,7 +183,8 @@ export function facts(entries) {
   );
 }
 
-const STATES = {
+/** The icon and the level of each state. */
+export const STATES = {
   serving: ["ok", "good"],
   running: ["ok", "good"],
   draining: ["warning", "warn"],
@@ -164,24 +197,16 @@ const STATES = {
   broken: ["critical", "bad"],
 };
 
-/** Shows a state by shape, word and colour. */
-export function paintState(cell, state) {
+/** Returns a state as shape, word and colour. */
+export function stateOf(state) {
   const [name, level] = STATES[state];
-  if (cell.firstChild?.dataset?.state === state) return;
-  cell.replaceChildren(element("span", { class: "state", "data-state": state, "data-level": level }, icon(name), state));
+  return element("span", { class: "state", "data-state": state, "data-level": level }, icon(name), state);
 }
 
-/** Shows a share as a bar and in words; its colour warns of a share near 1, as of a budget that is nearly used up. */
-export function paintMeter(cell, share, text, { warns = true } = {}) {
-  let meter = cell.querySelector(".meter");
-  if (meter === null) {
-    meter = element("span", { class: "meter" });
-    const track = element("span", { class: "meter-track", "aria-hidden": "true" });
-    track.append(element("span", { class: "meter-fill" }));
-    meter.append(track, element("span"));
-    cell.replaceChildren(meter);
-  }
-  setAttribute(meter, "data-level", !warns || share <= 0.8 ? null : share > 0.95 ? "bad" : "warn");
-  meter.querySelector(".meter-fill").style.transform = `scaleX(${Math.min(1, Math.max(0, share)).toFixed(3)})`;
-  setText(meter.lastChild, text);
+/** Returns a share as a bar and in words; its colour warns of a share near 1, as of a budget that is nearly used up. */
+export function meter(share, text, { warns = true } = {}) {
+  const fill = element("span", { class: "meter-fill" });
+  fill.style.transform = `scaleX(${Math.min(1, Math.max(0, share)).toFixed(3)})`;
+  const level = !warns || share <= 0.8 ? undefined : share > 0.95 ? "bad" : "warn";
+  return element("span", { class: "meter", "data-level": level }, element("span", { class: "meter-track", "aria-hidden": "true" }, fill), element("span", {}, text));
 }

@@ -19,6 +19,20 @@ const ZOOM = 1.6;
 const OLDEST_MS = 10_000;
 const MOST_KEYS = 8; // workers whose clocks are listed without a click
 
+const STEPS = [
+  { title: "Rank", isText: true, className: "rank", cell: (step) => String(runOf(step.run)?.rank ?? 0) },
+  { title: "Step", isText: true, cell: (step) => String(step.number) },
+  { title: "Took", cell: (step) => milliseconds(step.duration_ms) },
+  { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time of remote work during which backward was not blocked" },
+  { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Time for which backward was blocked by a worker" },
+];
+const SHARES = [
+  { title: "Computed by", isText: true, cell: (share) => share.worker || "trainer" },
+  { title: "Share", cell: (share) => percent(share.share), hint: "Of the segments of all micro-batches" },
+  { title: "Each", cell: (share) => (share.segments ? milliseconds(share.segment_ms) : NONE), hint: "Mean time of a segment: of recomputation and backward on the trainer, from the request to the answer on a worker" },
+  { title: "Speed", cell: (share) => (share.speed === null ? NONE : share.speed.toFixed(2)), hint: "Relative to the trainer" },
+];
+
 const canvas = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": "Timeline" });
 const note = element("p", { class: "empty", hidden: "" });
 const keys = element("div", { class: "hint", id: "timeline-workers" });
@@ -68,7 +82,7 @@ function showSteps(timeline) {
   byId("steps").classList.toggle("has-ranks", timeline.runs.length > 1);
   steps.update(timeline.steps);
   showKeys(timeline);
-  const texts = timeline.steps.map((step) => `step ${step.number} took ${milliseconds(step.duration_ms)}, overlap ${percent(step.overlap)}, exposed wait ${milliseconds(step.wait_ms)}`);
+  const texts = timeline.steps.map((step) => STEPS.slice(1).map((column) => `${column.title.toLowerCase()} ${column.cell(step)}`).join(", "));
   canvas.setAttribute("aria-label", `Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`);
 }
 
@@ -237,27 +251,8 @@ function showCursor(atS) {
 
 export function startTimeline() {
   byId("timeline-chart").append(plot, keys);
-  steps = new Table(
-    byId("steps"),
-    [
-      { title: "Rank", isText: true, className: "rank", cell: (step) => String(runOf(step.run)?.rank ?? 0) },
-      { title: "Step", isText: true, cell: (step) => String(step.number) },
-      { title: "Took", cell: (step) => milliseconds(step.duration_ms) },
-      { title: "Overlap", cell: (step) => percent(step.overlap), hint: "Share of the time of remote work during which backward was not blocked" },
-      { title: "Exposed wait", cell: (step) => milliseconds(step.wait_ms), hint: "Time for which backward was blocked by a worker" },
-    ],
-    (step) => `${step.run} ${step.number}`,
-  );
-  shares = new Table(
-    byId("shares"),
-    [
-      { title: "Computed by", isText: true, cell: (share) => share.worker || "trainer" },
-      { title: "Share", cell: (share) => percent(share.share), hint: "Of the segments of all micro-batches" },
-      { title: "Each", cell: (share) => (share.segments ? milliseconds(share.segment_ms) : NONE), hint: "Mean time of a segment: of recomputation and backward on the trainer, from the request to the answer on a worker" },
-      { title: "Speed", cell: (share) => (share.speed === null ? NONE : share.speed.toFixed(2)), hint: "Relative to the trainer" },
-    ],
-    (share) => share.worker,
-  );
+  steps = new Table(byId("steps"), STEPS, (step) => `${step.run} ${step.number}`);
+  shares = new Table(byId("shares"), SHARES, (share) => share.worker);
   const group = () => {
     lanes.groupByMicroBatch(state("rows") === "micro-batches");
     if (lanes.timeline) showSteps(lanes.timeline);
@@ -266,7 +261,7 @@ export function startTimeline() {
     shown.newest = null;
     pause(false);
   };
-  poll = new Poll(byId("timeline"), 2000, refresh, showRefusal);
+  poll = new Poll(byId("timeline"), 2000, refresh, { onRefused: showRefusal });
   bind(byId("timeline-rows"), "rows");
   bind(byId("timeline-steps"), "steps");
   onChange(["rows"], group);

@@ -2,13 +2,13 @@
 
 import { bind, change, onChange, state } from "./address.js";
 import { addCopyButton } from "./copy.js";
-import { byId, element, explain, setText } from "./dom.js";
+import { byId, element, setText } from "./dom.js";
 import { goToWorker } from "./fleet.js";
 import { ago, count, milliseconds, offset, rate } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
 import { inScope, nameWithRank, onScope, runOf } from "./scope.js";
-import { paintState, Table } from "./table.js";
+import { stateOf as stateNode, sub, Table } from "./table.js";
 import { Diagram, flow, stateOf } from "./topology_diagram.js";
 
 const SEVERITY = ["broken", "idle", "active"];
@@ -27,23 +27,21 @@ function ageOf(link) {
   return isOld ? ago(link.measured_at_s, topology.at_s) : "";
 }
 
-/** Returns a function that shows a measurement, and below it when it was made if that is not now. */
-const measured = (textOf) => (cell, link) => {
-  if (cell.firstChild === null) cell.append(element("span"), element("span", { class: "sub" }));
-  const isKnown = link.round_trip_ms !== null;
-  setText(cell.firstChild, textOf(link));
-  setText(cell.lastChild, isKnown ? ageOf(link) : "");
-  cell.classList.toggle("old", isKnown && ageOf(link) !== "");
-};
+/** Returns a column of a measurement, with when it was made below it if that is not now. */
+function measured(title, textOf, hint) {
+  const age = (link) => (link.round_trip_ms === null ? "" : ageOf(link));
+  const cell = (link) => element("span", age(link) ? { class: "old" } : {}, textOf(link), sub(age(link)));
+  return { title, hint, cell };
+}
 
 const COLUMNS = [
   { title: "Trainer", isText: true, cell: (link) => labels.get(link.trainer) ?? link.trainer },
   { title: "Worker", isText: true, cell: (link) => labels.get(link.worker) ?? link.worker },
-  { title: "Link", isText: true, paint: (cell, link) => paintState(cell, link.state) },
+  { title: "Link", isText: true, cell: (link) => stateNode(link.state) },
   { title: "To worker", cell: (link) => rate(link.up_bytes_per_s), hint: "Bytes per second that the trainer sends" },
   { title: "To trainer", cell: (link) => rate(link.down_bytes_per_s), hint: "Bytes per second that the trainer receives" },
-  { title: "Round trip", paint: measured((link) => milliseconds(link.round_trip_ms)), hint: "Time of a small request and its answer" },
-  { title: "Clock offset", paint: measured((link) => offset(link.clock_offset_ms, link.clock_error_ms)), hint: "Worker's clock minus trainer's clock, and the largest possible error of this estimate" },
+  measured("Round trip", (link) => milliseconds(link.round_trip_ms), "Time of a small request and its answer"),
+  measured("Clock offset", (link) => offset(link.clock_offset_ms, link.clock_error_ms), "Worker's clock minus trainer's clock, and the largest possible error of this estimate"),
 ];
 
 /** Returns what is shown of an answer: all workers and the chosen trainers, with the filter on links applied. */
@@ -62,14 +60,11 @@ function show() {
   const isSelected = labels.has(state("node"));
   const links = shown.links.filter((link) => !isSelected || link.trainer === state("node") || link.worker === state("node"));
   links.sort((a, b) => SEVERITY.indexOf(a.state) - SEVERITY.indexOf(b.state) || flow(b) - flow(a));
-  table.update(pages.of(links));
-  byId("links").hidden = links.length === 0;
+  table.update(pages.of(links), sentence(shown));
   const chosen = shown.nodes.find((node) => node.id === state("node"));
   byId("topology-selected").hidden = chosen === undefined;
   if (chosen) setText(byId("topology-selected").querySelector("span"), `${chosen.label}, ${stateOf(chosen, shown.at_s)}: ${count(links.length)} ${links.length === 1 ? "link" : "links"}`);
   byId("topology-go").hidden = chosen?.kind !== "worker";
-  const section = byId("topology");
-  explain(section.querySelector(":scope > .empty"), sentence(shown));
   byId("topology-chart").hidden = shown.nodes.length === 0;
 }
 
@@ -90,10 +85,6 @@ async function refresh(signal) {
   show();
 }
 
-function zoomBy(steps) {
-  diagram.zoom(steps);
-}
-
 export function startTopology() {
   const figure = byId("topology-chart");
   diagram = new Diagram(figure, {
@@ -107,8 +98,8 @@ export function startTopology() {
   bind(byId("topology-links"), "links");
   onChange(["node", "links"], show);
   onScope(show);
-  byId("topology-in").addEventListener("click", () => zoomBy(1));
-  byId("topology-out").addEventListener("click", () => zoomBy(-1));
+  byId("topology-in").addEventListener("click", () => diagram.zoom(1));
+  byId("topology-out").addEventListener("click", () => diagram.zoom(-1));
   byId("topology-fit").addEventListener("click", () => diagram.fit());
   byId("topology-clear").addEventListener("click", () => change({ node: "" }));
   byId("topology-go").addEventListener("click", () => {

@@ -1,9 +1,9 @@
 // Draws the topology as SVG. A node's state is its shape, its colour and, unless all is well, a word; a link's is its
 // stroke, its colour and, where it is broken, a cross.
 
-import { element, setAttribute, setText } from "./dom.js";
+import { element, setAttribute, setText, svgElement } from "./dom.js";
 import { ago, duration } from "./format.js";
-import { svgElement } from "./svg.js";
+import { STATES } from "./table.js";
 import { hideTip, showTip } from "./tip.js";
 import { curve, place, signatureOf } from "./topology_layout.js";
 
@@ -23,7 +23,6 @@ const SHAPES = {
   bad: "M-5,-5 L5,-5 L5,5 L-5,5 Z M-2.5,-2.5 L2.5,2.5 M2.5,-2.5 L-2.5,2.5",
   idle: "M-4.2,0 a4.2,4.2 0 1,0 8.4,0 a4.2,4.2 0 1,0 -8.4,0 Z",
 };
-const LEVELS = { serving: "good", running: "good", draining: "warn", silent: "warn", unreachable: "bad", ended: "idle", unwatched: "idle" };
 
 export class Diagram {
   /**
@@ -148,7 +147,7 @@ export class Diagram {
     ruler.font = `600 ${fontSize(this.placed.row)}px Inter, system-ui, sans-serif`;
     this.topology.nodes.forEach((node, i) => {
       const { group, shape, text } = this.nodes.get(node.id);
-      const level = LEVELS[node.state];
+      const [, level] = STATES[node.state];
       setAttribute(group, "data-level", level);
       setAttribute(shape, "d", SHAPES[level]);
       const word = level === "good" || room < ROOM_FOR_WORDS ? "" : ` ${this.#wordOf(node, room)}`;

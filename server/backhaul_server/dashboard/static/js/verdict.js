@@ -1,16 +1,13 @@
 // What became of a run, in one sentence at the top of the page, with its name, tags and notes.
 
 import { state } from "./address.js";
-import { byId, element, icon, setAttribute, setIcon, setText } from "./dom.js";
+import { byId, element, icon, setAttribute, setIcon, setText, show } from "./dom.js";
 import { runName } from "./format.js";
 import { isUnknown, nameOf, onScope, runOf, shownRun } from "./scope.js";
 
-/** Shows the tags of a run. */
-export function paintTags(host, tags) {
-  const signature = tags.join("\n");
-  if (host.dataset.shown === signature) return;
-  host.dataset.shown = signature;
-  host.replaceChildren(...tags.map((tag) => element("span", { class: "tag" }, tag)));
+/** Returns the tags of a run as nodes. */
+export function tagsOf(tags) {
+  return tags.map((tag) => element("span", { class: "tag" }, tag));
 }
 
 /** Returns the icon and the level of a verdict. */
@@ -40,7 +37,7 @@ function showRun(run) {
   ];
   setText(byId("verdict-about"), parts.filter(Boolean).join(" · "));
   setText(byId("verdict-text"), `${run.verdict.sentence}.`);
-  paintTags(byId("verdict-tags"), run.tags);
+  show(byId("verdict-tags"), tagsOf(run.tags));
   showNotes(run.notes);
 }
 
@@ -50,7 +47,7 @@ function showUnknown(id) {
   setText(byId("verdict-run"), runName(id));
   setText(byId("verdict-about"), "unknown run");
   setText(byId("verdict-text"), `This dashboard knows no run "${id}".`);
-  paintTags(byId("verdict-tags"), []);
+  show(byId("verdict-tags"));
   showNotes("The link may be of another dashboard, or the run is no longer in the history. Choose another run at the top.");
 }
 
