@@ -3,8 +3,10 @@
 import { colour, drawInTheme, translucent } from "./colour.js";
 import { addCopyButton } from "./copy.js";
 import { element, explain, setText } from "./dom.js";
-import { clock } from "./format.js";
+import { bytes, clock } from "./format.js";
+import { overTime } from "./link.js";
 import { MarkLayer } from "./marks.js";
+import { fixedRange } from "./range.js";
 import { TIME_STEPS_S } from "./ticks.js";
 
 const FONT = '11.5px "Inter", system-ui, sans-serif';
@@ -17,15 +19,17 @@ const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 1
  * @param {object} options
  *   `series`: [{label, hint?, colour, dash?, kind: "area" | "line" | "bars"}], from the bottom of a stack to its top;
  *   `stacked`: whether areas and bars are stacked; lines never are;
- *   `format`: formats a value; `isBytes`: ticks are round numbers of KiB, MiB and so on; `x`: "time", or the label of the x axis;
+ *   `isBytes`: values are bytes, and ticks round numbers of KiB, MiB and so on; `format`: formats any other value;
+ *   `x`: "time", with events marked and the range of the page, or the label of the x axis;
  *   `height`; `hasLegend`; `top(max)`: returns the upper end of the scale, given the largest value;
  *   `draw(uplot)`: draws more on top;
- *   `link`: how the chart takes part in the shared cursor and in zooming, see link.js;
- *   `hasMarks`: whether events are marked, in charts over time.
+ *   `link`: how a chart not over time takes part in a shared cursor and in zooming, see link.js;
+ *   `xRange()`: returns the [first, last] x values to show, or null for all.
  */
 export class Chart {
   constructor(figure, options) {
-    this.options = { height: 220, hasLegend: true, ...options };
+    const isTime = options.x === "time";
+    this.options = { height: 220, hasLegend: true, format: bytes, ...(isTime ? { link: overTime, xRange: fixedRange } : {}), ...options };
     this.figure = figure;
     this.values = [[]];
     this.plot = element("div", { class: "plot", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
@@ -36,11 +40,9 @@ export class Chart {
     this.plot.append(this.note);
     figure.append(this.plot);
     this.setSeries(options.series ?? []);
-    if (this.options.hasMarks) this.marks = new MarkLayer(this.plot, () => this.#area());
-    if (this.options.link) {
-      this.options.link.cursor.add(this);
-      this.plot.addEventListener("pointerleave", () => this.options.link.cursor.point(null, this));
-    }
+    if (isTime) this.marks = new MarkLayer(this.plot, () => this.#area());
+    this.options.link.cursor.add(this);
+    this.plot.addEventListener("pointerleave", () => this.options.link.cursor.point(null, this));
     addCopyButton(figure);
     new ResizeObserver(() => this.#resize()).observe(this.plot);
     drawInTheme(() => this.#rebuild());
@@ -96,7 +98,7 @@ export class Chart {
   #pointed(u) {
     this.#showValues(u.cursor.idx ?? null);
     const { link } = this.options;
-    if (this.isFollowing || link === undefined) return;
+    if (this.isFollowing) return;
     // New numbers move the cursor of every chart, so only the chart under the pointer speaks for all.
     if (u.cursor.left >= 0 && u.over.matches(":hover")) link.cursor.point(link.to(u.posToVal(u.cursor.left, "x"), this.values[0]), this);
   }
@@ -152,7 +154,7 @@ export class Chart {
       height: options.height,
       padding: [10, isTime ? 28 : 14, 0, 0], // half a label of the last tick
       legend: { show: false },
-      cursor: { y: false, drag: { x: options.link !== undefined, y: false, setScale: false, dist: 5 }, points: { show: false } },
+      cursor: { y: false, drag: { x: true, y: false, setScale: false, dist: 5 }, points: { show: false } },
       scales: {
         x: { time: false, range: (_, min, max) => this.#horizontal(min, max) },
         y: { range: (_, min, max) => this.#range(min, max) },

@@ -114,7 +114,7 @@ async function refresh(signal) {
 
 export function startEvents() {
   table = new Table(byId("events-table"), COLUMNS, (event) => event.id);
-  pages = new LocalPages(byId("events-pager"), PAGE, show);
+  pages = new LocalPages(table, "events", PAGE, show);
   const poll = new Poll(byId("main"), 3000, refresh, { events: [onRange, onScope] }); // of the whole page, because its charts show the marks
   bind(byId("events-severity"), "severity");
   bind(byId("events-filter"), "events");

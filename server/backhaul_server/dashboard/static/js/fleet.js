@@ -198,8 +198,8 @@ export function startFleet() {
     onSort: (field) => change({ workers: field, "workers-order": state("workers") === field && state("workers-order") === "" ? "down" : "" }),
   });
   sessions = new Table(byId("sessions"), SESSIONS, (session) => `${session.worker}\n${session.run}\n${session.trainer}`);
-  pagesOfWorkers = new LocalPages(byId("workers-pager"), ROWS_OF_A_PAGE, show);
-  pagesOfSessions = new LocalPages(byId("sessions-pager"), ROWS_OF_A_PAGE, show);
+  pagesOfWorkers = new LocalPages(workers, "workers", ROWS_OF_A_PAGE, show);
+  pagesOfSessions = new LocalPages(sessions, "sessions", ROWS_OF_A_PAGE, show);
   bind(byId("workers-filter"), "workers-filter");
   onScope(show);
   onChange(["workers", "workers-order"], show);

@@ -6,7 +6,6 @@ import { colour } from "./colour.js";
 import { byId, element, setOptions, setText } from "./dom.js";
 import { ageOf, timeOfNumbers, workerAt } from "./fleet.js";
 import { bytes, count, date } from "./format.js";
-import { overTime } from "./link.js";
 import { ask, Poll } from "./poll.js";
 import { fixedRange, onRange, rangeQuery, rangeText } from "./range.js";
 import { chosenRun, nameWithRank, onScope, shownRun } from "./scope.js";
@@ -38,12 +37,8 @@ let poll = null;
 const held = new Chart(byId("memory-held"), {
   stacked: true,
   isBytes: true,
-  format: bytes,
   x: "time",
   height: 250,
-  link: overTime,
-  hasMarks: true,
-  xRange: fixedRange,
   top: (max) => (shown && showsBudget(max) ? Math.max(max, shown.budget_bytes) : max),
   draw: drawBudgetAndMarks,
   legendExtras: () => [
@@ -54,12 +49,8 @@ const held = new Chart(byId("memory-held"), {
 });
 const trainer = new Chart(byId("memory-trainer"), {
   isBytes: true,
-  format: bytes,
   x: "time",
   height: 250,
-  link: overTime,
-  hasMarks: true,
-  xRange: fixedRange,
   series: TRAINER,
 });
 

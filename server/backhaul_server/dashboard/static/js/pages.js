@@ -5,26 +5,32 @@ import { count } from "./format.js";
 
 /** The line below a table: which rows it shows of how many, and buttons for the neighbouring pages. */
 class Pager {
-  constructor(host, size, onTurn) {
+  /**
+   * @param {Table} table above the line
+   * @param {string} items what the rows are, in the plural
+   * @param {number} size rows of a page
+   * @param {() => void} onTurn called after the viewer has turned the page
+   */
+  constructor(table, items, size, onTurn) {
+    this.items = items;
     this.size = size;
-    this.host = host;
     this.text = element("p", { role: "status" });
     this.previous = element("button", { type: "button" }, "Previous");
     this.next = element("button", { type: "button" }, "Next");
-    host.replaceChildren(this.text, element("div", { class: "group", role: "group", "aria-label": `Pages of ${host.dataset.of}` }, this.previous, this.next));
-    this.previous.addEventListener("click", () => this.turn(-1, onTurn));
-    this.next.addEventListener("click", () => this.turn(1, onTurn));
-  }
-
-  turn(pages, onTurn) {
-    this.move(pages);
-    const scroll = this.host.previousElementSibling?.closest(".scroll") ?? this.host.parentElement.querySelector(".scroll");
-    if (scroll) scroll.scrollTop = 0;
-    onTurn();
+    const buttons = element("div", { class: "group", role: "group", "aria-label": `Pages of ${items}` }, this.previous, this.next);
+    this.host = element("div", { class: "pager", id: `${items}-pager`, hidden: "" }, this.text, buttons);
+    table.note.after(this.host);
+    for (const [button, pages] of [[this.previous, -1], [this.next, 1]]) {
+      button.addEventListener("click", () => {
+        this.move(pages);
+        table.scroll.scrollTop = 0;
+        onTurn();
+      });
+    }
   }
 
   write(first, shown, total) {
-    setText(this.text, total === 0 ? "" : `${count(first + 1)}–${count(first + shown)} of ${count(total)} ${this.host.dataset.of}`);
+    setText(this.text, total === 0 ? "" : `${count(first + 1)}–${count(first + shown)} of ${count(total)} ${this.items}`);
     this.previous.disabled = first === 0;
     this.next.disabled = first + shown >= total;
     this.host.hidden = total <= this.size && first === 0;

@@ -16,8 +16,8 @@ import { tagsOf } from "./verdict.js";
 const MOST = RUN_COLOURS.length;
 const CHARTS = {
   step_ms: { format: milliseconds },
-  peak_bytes: { format: bytes, isBytes: true },
-  moved_bytes: { format: bytes, isBytes: true },
+  peak_bytes: { isBytes: true },
+  moved_bytes: { isBytes: true },
   loss: { format: (value) => (value === null ? loss(value) : value.toFixed(Math.abs(value) < 10 ? 2 : 1)), fitsBelow: true },
 };
 const charts = {};
@@ -124,7 +124,7 @@ function drawCharts(runs, all) {
     const tables = all.map((series) => [series.step, series[field].map((value) => (field === "loss" ? value : value || null))]);
     const joined = tables.length ? uPlot.join(tables) : [[]];
     const isEmpty = !joined.slice(1).some((values) => values.some((value) => value !== null && value !== undefined));
-    const last = runs.map((one, i) => `${nameWithRank(one.run.run)} ${CHARTS[field].format(all[i][field].at(-1) ?? null)}`);
+    const last = runs.map((one, i) => `${nameWithRank(one.run.run)} ${chart.options.format(all[i][field].at(-1) ?? null)}`);
     chart.update(
       joined,
       `${byId(`compare-${field}`).querySelector("figcaption").textContent} at the last step: ${last.join(", ")}.`,
@@ -204,7 +204,7 @@ export function startRuns() {
     figure.dataset.scope = "by step";
   }
   table = new Table(byId("runs-table"), COLUMNS, (run) => run.run, { expands: 5, details });
-  pages = new CursorPages(byId("runs-pager"), 25, () => poll.now());
+  pages = new CursorPages(table, "runs", 25, () => poll.now());
   poll = new Poll(byId("runs"), 2000, refresh, { events: [onRange] });
   bind(byId("runs-search"), "search");
   bind(byId("runs-tag"), "tag");

@@ -102,7 +102,7 @@ export function startSegments() {
   table = new Table(byId("segments-table"), COLUMNS, (row) => `${row.run}\n${row.segment}`, {
     onSort: (field) => change({ sort: field, order: state("sort") === field && state("order") === "" ? "down" : "" }),
   });
-  pages = new OffsetPages(byId("segments-pager"), PAGE, turn);
+  pages = new OffsetPages(table, "segments", PAGE, turn);
   poll = new Poll(byId("segments"), 2000, refresh, { onRefused: showRefusal });
   bind(byId("segments-reason"), "reason");
   bind(byId("segments-filter"), "filter");

@@ -10,7 +10,8 @@ import { count } from "./format.js";
  */
 export class Table {
   /**
-   * @param {HTMLTableElement} table in a `.scroll`, below which a sentence takes its place while it is empty
+   * @param {HTMLTableElement} table which scrolls in a region named by its `data-label`, and below which a sentence takes its
+   *   place while it is empty
    * @param {object[]} columns objects as described above
    * @param {(item: object) => string} key returns a unique key of an item
    * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function,
@@ -19,7 +20,9 @@ export class Table {
   constructor(table, columns, key, options = {}) {
     this.table = table;
     this.note = element("p", { class: "empty", hidden: "" });
-    table.closest(".scroll").after(this.note);
+    this.scroll = element("div", { class: `scroll ${"tall" in table.dataset ? "tall" : ""}`, tabindex: "0", role: "region", "aria-label": table.dataset.label });
+    table.replaceWith(this.scroll, this.note);
+    this.scroll.append(table);
     this.body = table.createTBody();
     this.columns = columns;
     this.key = key;

@@ -93,7 +93,7 @@ export function startTopology() {
   });
   figure.dataset.scope = "now";
   table = new Table(byId("links"), COLUMNS, (link) => `${link.trainer}\n${link.worker}`);
-  pages = new LocalPages(byId("links-pager"), LINKS_OF_A_PAGE, show);
+  pages = new LocalPages(table, "links", LINKS_OF_A_PAGE, show);
   poll = new Poll(byId("topology"), 2000, refresh);
   bind(byId("topology-links"), "links");
   onChange(["node", "links"], show);
