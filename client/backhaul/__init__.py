@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from backhaul._observe.warnings import NotRemoteWarning
     from backhaul._session import Session
     from backhaul._torch_api.wrap import SegmentModule, unwrap
-    from backhaul_runtime.program.adapters import register_adapter
+    from backhaul_runtime.program.custom.adapters import register_adapter
 
 __all__ = [
     "AccumulationError",
@@ -132,7 +132,7 @@ _HOMES = {
     "current_session": "backhaul._api",
     "noop_context_fn": _TORCHS,
     "patched": "backhaul._api",
-    "register_adapter": "backhaul_runtime.program.adapters",
+    "register_adapter": "backhaul_runtime.program.custom.adapters",
     "set_checkpoint_debug_enabled": _TORCHS,
     "set_checkpoint_early_stop": _TORCHS,
     "unwrap": "backhaul._torch_api.wrap",

@@ -54,7 +54,7 @@ def ops_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> set[str]:
     recorder = Recorder(tensors, _Everything(), lambda tensor, layout, _: copy_exact(tensor, layout))
     with recorder:
         fn(*args, **kwargs)
-    return {node.op for node in recorder.so_far().nodes}
+    return {node.op for node in recorder.call.builder.program().nodes}
 
 
 def _quietly(calls: Iterator[Callable[[], set[str]]], label: str) -> set[str]:

@@ -92,6 +92,15 @@ def test_imports_have_no_circles() -> None:
         visit(name, ())
 
 
+@pytest.mark.parametrize(("folder", "interface"), [("record", "custom_functions"), ("replay", "custom_runs")])
+def test_custom_functions_have_one_interface(folder: str, interface: str) -> None:
+    """So that recording and replaying read without them."""
+    package = f"backhaul_runtime.{folder}"
+    outside = [name for name in MODULES if name.startswith(package) and not name.startswith(f"{package}.custom")]
+    imported = {inner for name in outside for inner in imports_of(name) if inner.startswith(f"{package}.custom")}
+    assert imported == {f"{package}.custom.{interface}"}
+
+
 def dotted(node: ast.expr) -> str:
     """An expression such as `torch.autograd.graph` as text, or nothing for any other."""
     if isinstance(node, ast.Attribute):

@@ -26,13 +26,15 @@ CALLS = {
     "KeepInside",
 }
 """Functions, methods and classes whose first argument is a reason."""
-VARIABLES = {"local_reason", "inside_reason", "other"}
+VARIABLES = {"local_reason", "inside_reason", "obstacle", "other"}
 """Variables and attributes whose value is a reason."""
 FUNCTIONS = {
     "why_not_function",
     "why_not_type",
     "why_not_op",
     "_why_not",
+    "_why_not_package",
+    "why_no_place",
     "_needs_graph",
     "why_not_cut",
     "why_not_deferred",

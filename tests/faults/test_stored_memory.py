@@ -10,7 +10,7 @@ import backhaul
 from backhaul import BackhaulError, ProgramError, Session
 from backhaul_proto.v1 import program_pb2, segment_pb2
 from backhaul_runtime.program.codec import encode_program
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import (
     Composite,
     GeneratorRef,

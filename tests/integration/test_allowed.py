@@ -1,5 +1,6 @@
 """A worker's operator allows functions, ops and types by name; nothing that a client sends does."""
 
+import importlib
 import os
 import random
 import string
@@ -15,7 +16,7 @@ from torch import Tensor
 import backhaul
 from backhaul import Decision, Session, SettingError
 from backhaul_proto.v1 import program_pb2
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_server.worker.allowed import import_allowed
 from conftest import QUIET
 from support.bits import Checkpoint, plainly, same_bits
@@ -249,6 +250,64 @@ def _program(name: str, form: str) -> program_pb2.Program:
     if form == "type":
         node.arguments.add().object.type = 0
     return program
+
+
+FILE = """
+import torch
+
+class Slopes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "reason"),
+    [
+        (FILE, ""),
+        (FILE.replace("0.5", "0.7"), "its package has version - (files "),
+        (f"{FILE}\n# a comment", "its package has version - (files "),
+    ],
+    ids=["the same", "another backward", "a comment"],
+)
+def test_a_worker_with_other_files_runs_no_functions(
+    theirs: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"slopes_{len(theirs)}"
+    for folder, text in (("ours", FILE), ("theirs", theirs)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "ours"))
+    environment = {"PYTHONPATH": str(tmp_path / "theirs")}
+    with (
+        WorkerProcess("--memory", "1GiB", "--allow", name, environment=environment) as process,
+        backhaul.connect(process.address, settings=QUIET) as session,
+    ):
+        function = importlib.import_module(name).Slopes
+        body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
+        same_bits(trained(body, checkpointing(session, returns="gradients")), trained(body, plainly))
+        (segment,) = session.report().segments
+        assert [reason in kept for kept in segment.kept] == ([True] if reason else [])
+
+
+def test_a_file_that_changed_after_its_import_is_not_what_the_trainer_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker that starts afterwards imports the file as it is then."""
+    (tmp_path / "slopes_edited.py").write_text(FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    function = importlib.import_module("slopes_edited").Slopes
+    (tmp_path / "slopes_edited.py").write_text(FILE.replace("0.5", "0.7"))
+    with backhaul.connect(allow=["slopes_edited"], settings=QUIET) as session:
+        body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
+        same_bits(trained(body, checkpointing(session, returns="gradients")), trained(body, plainly))
+        (segment,) = session.report().segments
+        assert ["as it is now" in reason for reason in segment.kept] == [True]
 
 
 def test_modules_may_print_while_they_are_imported(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backhaul import Decision
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from support import function_reads as reads
 from support.bits import plainly, same_bits
 from support.devices import on_the_host

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from backhaul import Decision, ReplayError, SettingError
 from backhaul._backward.value_check import CheckpointError
-from backhaul_runtime.program import adapters
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom import adapters
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Composite, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.torch_internals import ambient_state

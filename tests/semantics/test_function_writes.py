@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import Decision, ReplayError
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from support import function_writes
 from support.bits import Checkpoint, plainly, same_bits
 from support.devices import on_the_host

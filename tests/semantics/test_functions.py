@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from backhaul import Decision
 from backhaul._backward.value_check import CheckpointError
-from backhaul_runtime.program.names import JoinedNames, OfferedNames, names
+from backhaul_runtime.program.custom.names import JoinedNames, OfferedNames, names
 from backhaul_runtime.program.program import Node, Program
+from backhaul_runtime.torch_internals.private import backward_class
 from support import functions
 from support.bits import plainly, same_bits
 from support.calls import TimesOne
@@ -302,7 +304,8 @@ def test_functions_of_two_sessions_with_other_lists() -> None:
     assert OfferedNames().missing(program) == "support.functions:Scale"
     assert "--allow support.functions:Scale" in OfferedNames().why_not_program(program, identities)
     older = OfferedNames({"support.functions": "0.9"}, offer.functions)
-    assert "has version - here and 0.9 on the worker" in older.why_not_function(Scale)
+    assert "has version - (files " in older.why_not_function(Scale)
+    assert ") here and 0.9 on the worker" in older.why_not_function(Scale)
 
 
 @pytest.mark.parametrize("returns", ["gradients", "activations"])
@@ -329,3 +332,12 @@ def test_what_is_defined_in_a_function_can_not_be_named() -> None:
         pass
 
     assert "not defined at the top of a module" in OfferedNames().why_not_function(Local)
+
+
+def test_backwards_are_noticed_of_functions_that_workers_run_only(remote: Loopback) -> None:
+    """Those of all others run as torch runs them."""
+    body = lambda h, w: TimesOne.apply(Scale.apply(h.sin() * w, w, 2.0))  # noqa: E731
+    same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
+    assert "apply" in vars(backward_class(Scale))
+    assert "apply" not in vars(backward_class(TimesOne))
+    assert BackwardCFunction.apply.__module__ == "torch.autograd.function"

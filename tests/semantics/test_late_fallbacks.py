@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import AccumulationError, Session
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from conftest import QUIET
 from support import noisy
 from support.bits import differing

@@ -24,7 +24,7 @@ from backhaul._worker_client.answers.answer_checks import check_saved, contribut
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import Refusal, WorkerLostError
 from backhaul_runtime.program.codec import decode_program, encode_program
-from backhaul_runtime.program.names import JoinedNames
+from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import Recording

@@ -154,7 +154,7 @@ def recorded(function: Callable[[torch.Tensor], torch.Tensor]) -> Program:
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, address: tensor)
     with recorder:
         function(x)
-    return recorder.so_far()
+    return recorder.call.builder.program()
 
 
 def test_a_program_of_the_cpu_has_no_settings_of_cuda() -> None:

@@ -94,7 +94,7 @@ def test_exceptions_of_the_call_leave_it_unchanged_and_nothing_switched_on() -> 
         record(lambda x: x + 1 / 0, torch.randn(2))
     recorder, _ = record(lambda x: x * 2, torch.randn(2, requires_grad=True))
     torch.ones(2) + 1
-    assert len(recorder.so_far().nodes) == 1
+    assert len(recorder.call.builder.program().nodes) == 1
 
 
 def test_an_op_whose_exception_is_caught_is_not_noted() -> None:

@@ -50,6 +50,7 @@ from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import Helper, SegmentLog
 from backhaul_runtime.errors import AccumulationError, BackhaulError
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.stopwatch import Stopwatch
@@ -255,7 +256,7 @@ class AccumulationBlock:
         """Returns the parts, undivided if a part of the backward must not run later than in a plain backward."""
         if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
             return parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
-        if parts.run and any(frame.call.recording.changed_function() for frame in parts.frames):
+        if parts.run and any(names.changed(frame.call.recording.identities) for frame in parts.frames):
             return parts.undivided("a custom autograd function was changed after forward")
         if not all(segment.frame.is_proven for segment in parts.run):
             return parts.undivided("no worker has run the backward of one of its custom functions yet")

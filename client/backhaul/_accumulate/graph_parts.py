@@ -34,7 +34,7 @@ from torch.autograd.graph import GradientEdge, Node
 from backhaul._backward.frame import Frame
 from backhaul._forward.graft import GraftEdges, graft_edges, is_own_node
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.class_names import is_foreign
+from backhaul_runtime.program.custom.class_names import is_foreign
 from backhaul_runtime.torch_internals.data_parallel import is_sink
 from backhaul_runtime.torch_internals.graph_uses import is_custom
 from backhaul_runtime.torch_internals.private import leaf_of, reads_running_statistics, sequence_number

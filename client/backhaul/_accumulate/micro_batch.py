@@ -16,6 +16,7 @@ from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import is_referred_to
@@ -198,7 +199,7 @@ def on_trainer(segment: RunSegment, gradients: Mapping[int, Tensor], state: ambi
     Raises:
         AccumulationError: A custom function is not what it was when the micro-batch called `backward`.
     """
-    _check_function(segment.frame.call.recording.changed_function())
+    _check_function(names.changed(segment.frame.call.recording.identities))
     with under(state):
         return segment.frame.gradients(gradients, {})
 
@@ -206,7 +207,7 @@ def on_trainer(segment: RunSegment, gradients: Mapping[int, Tensor], state: ambi
 def check_functions(parts: Parts) -> None:
     """Raises AccumulationError if a custom function of a segment is not what it was at `backward`."""
     for frame in parts.frames:
-        _check_function(frame.call.recording.changed_function())
+        _check_function(names.changed(frame.call.recording.identities))
 
 
 def _check_function(changed: str) -> None:

@@ -38,10 +38,10 @@ from backhaul_runtime.errors import (
     WorkerError,
     WorkerLostError,
 )
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recording import SavedTensor
-from backhaul_runtime.replay.backward_watch import CHANGES
+from backhaul_runtime.replay.custom.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
@@ -228,7 +228,7 @@ class Frame:
         assert remote is not None
         assert self.program is not None
         state = ambient_state.as_far_as(state, self.program.ambient_states)
-        if changed := self.call.recording.changed_function():
+        if changed := names.changed(self.call.recording.identities):
             raise ReplayError(
                 f"the custom autograd function {changed}, or a value that it reads, was changed after forward"
             )

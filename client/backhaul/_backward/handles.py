@@ -12,9 +12,9 @@ from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.value_check import CheckpointError
 from backhaul._torch_api.selective import KeptTensor
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.replay.backward_watch import WRITES
+from backhaul_runtime.replay.custom.backward_watch import WRITES
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.pre_dispatch import after_backward, unobserved

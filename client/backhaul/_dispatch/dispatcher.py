@@ -29,7 +29,7 @@ from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceT
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint, fingerprint_with_host
 from backhaul_runtime.process.logs import about
-from backhaul_runtime.program.names import JoinedNames
+from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import RecordedSource

@@ -162,7 +162,7 @@ def _begin(
     if local_reason:
         call.check_strict(local_reason)
         log.on_trainer(local_reason)
-    table = HandleTable(call, recorder.so_far)
+    table = HandleTable(call, recorder.call.builder.program)
     pack.begin(recorder, table)
     pending = recorder.recording.guarded(dispatcher.begin, call, fn, arguments)
     return BegunCall(call, arguments, recorder, pack, table, context, replay_options, selection, pending)

@@ -57,35 +57,36 @@ def find_graph_uses(
         tensors: All tensors that the call returned.
         is_held: Whether something besides the return value refers to an output.
     """
+    call = recorder.call
     if reason := why_not_cut(recorder, outputs):
         raise Refusal(reason)
-    if not recorder.recording.saved:
+    if not call.recording.saved:
         raise Refusal("autograd saves nothing in it")
     targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
-    taking, casts = list(recorder.sources.tensors), list[int]()
+    taking, casts = list(call.memory.sources.tensors), list[int]()
     # Autocast may share one cast of a weight with segments outside. Gradients have to arrive at this cast, because
     # autograd adds them up in its dtype and converts the sum once.
-    if recorder.used_autocast:
-        made = find_casts(outputs, targets, recorder.first_sequence)
+    if call.states.used_autocast:
+        made = find_casts(outputs, targets, call.known.first_sequence)
         cached = cached_casts([taking[source] for source in made])
         for (source, edges_of_cast), cast in zip(made.items(), cached, strict=True):
             if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in edges_of_cast:
                 targets[cast.grad_fn, cast.output_nr] = len(taking)
                 taking.append(cast)
                 casts.append(source)
-    uses = find_uses(outputs, targets, recorder.first_sequence, len(taking), recorder.function_nodes)
+    uses = find_uses(outputs, targets, call.known.first_sequence, len(taking), call.known.function_nodes)
     if any(output.grad_fn is None for output in outputs):
         raise Refusal("it returns a tensor whose requires_grad it turned on")
     if not any(uses[: len(taking)]):
         raise Refusal("no gradient leaves it through what it returns")
-    if recorder.sources.rewrites_autograd():
+    if call.memory.sources.rewrites_autograd():
         raise Refusal("it changes what tensors from outside depend on")
     # A later write to one of them changes the history of the other, and the grafted output has lost that relation.
     if _shares_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
-    unheld = unheld_leaves(outputs, recorder.first_sequence) if recorder.made_leaves else []
-    if is_held or recorder.outlived([*outputs, *unheld]):
+    unheld = unheld_leaves(outputs, call.known.first_sequence) if call.builder.made_leaves else []
+    if is_held or recorder.custom.outlived([*outputs, *unheld]):
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )
@@ -98,9 +99,9 @@ def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:
         return recorder.recording.refusal
     if recorder.has_new_hooks:
         return "a hook was registered inside the function"
-    if not all(isinstance(recorder.ref_of(output), ResultRef) for output in outputs):
+    if not all(isinstance(recorder.call.known.ref_of(output), ResultRef) for output in outputs):
         return "no recorded op returned one of its outputs"
-    if recorder.has_unwritten(outputs):
+    if recorder.call.memory.interior.has_unwritten(outputs):
         return "an output lies in memory that no op wrote (NumPy, or a custom kernel)"
     return ""
 
@@ -109,7 +110,7 @@ def _shares_storage(recorder: Recorder, outputs: Sequence[Tensor], tensors: Sequ
     """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
     counts = Counter(storage_key(tensor) for tensor in tensors)
     keys = [storage_key(output) for output in outputs]
-    return any(counts[key] > 1 or recorder.sources.at(key) for key in keys)
+    return any(counts[key] > 1 or recorder.call.memory.sources.at(key) for key in keys)
 
 
 def named(refusal: str, outputs: list[Tensor], first_sequence: int) -> str:

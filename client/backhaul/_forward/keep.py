@@ -154,13 +154,15 @@ def decide(
         is_held: Whether something besides the return value refers to an output.
     """
     if call.recording.refusal is not None:
-        return Local(named(call.recording.refusal, outputs, recorder.first_sequence), keeps_activations=True)
+        return Local(named(call.recording.refusal, outputs, recorder.call.known.first_sequence), keeps_activations=True)
     if call.local_reason:
         return Local(call.local_reason, keeps_activations=False)
     if call.inside_reason:
         return KeepInside(call.inside_reason)
-    if recorder.changeable_argument:  # the graph's own node sees such a change in backward, a worker's would not
-        return KeepInside(f"a custom function takes a {recorder.changeable_argument}, which may change before backward")
+    if (
+        changeable := recorder.custom.arguments.changeable
+    ):  # the graph's own node sees such a change, a worker's would not
+        return KeepInside(f"a custom function takes a {changeable}, which may change before backward")
     try:
         return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
     except Refusal as refusal:
@@ -190,7 +192,7 @@ def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
     call = ended.call
     call.check_strict(refusal.reason, refusal.cause)
     call.log.fallback(refusal.reason)
-    lineage = _lineage(ended, ended.recorder.so_far())
+    lineage = _lineage(ended, ended.recorder.call.builder.program())
     return ended.frame(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
 
 
@@ -212,13 +214,13 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     call, recorder, returned = ended.call, ended.recorder, ended.returned
 
     def is_output(tensor: Tensor) -> bool:
-        return tensor.requires_grad and not recorder.passes_through(tensor)
+        return tensor.requires_grad and not recorder.call.known.passes_through(tensor)
 
     is_held = has_other_references(returned, is_output)  # first, while no other variable refers to an output
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
-    edges = recorder.sources.edges()
-    sources = recorder.sources.tensors
+    edges = recorder.call.memory.sources.edges()
+    sources = recorder.call.memory.sources.tensors
     decision = decide(recorder, call, edges, outputs, tensors, is_held=is_held)
     if isinstance(decision, Graft):
         # One node replaces the graph of the inside, and its backward starts from the outputs: the program returns them.

@@ -64,7 +64,7 @@ class SavedTensorHooks:
             return handle
         is_statistic, in_kept_region = guarded(self._looked_at, recorder, tensor) or (False, False)
         self.has_kept_region |= in_kept_region
-        if in_kept_region or recorder.has_lost_track:
+        if in_kept_region or recorder.recording.refusal is not None:
             handle.kept = self._kept(handle.index, tensor, is_statistic=is_statistic)
         else:
             self._of_this_op.append((handle, tensor, is_statistic))
@@ -74,15 +74,15 @@ class SavedTensorHooks:
     def _noted(recorder: Recorder, table: HandleTable, tensor: Tensor) -> Handle:
         recorder.note_saved(tensor)
         handle = table.add(len(recorder.recording.saved) - 1)
-        if is_function_name(recorder.op) and unsupported_reason(tensor) is None:
+        if is_function_name(recorder.call.op.name) and unsupported_reason(tensor) is None:
             handle.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         return handle
 
     def _looked_at(self, recorder: Recorder, tensor: Tensor) -> tuple[bool, bool]:
         """Returns whether a tensor is a statistic, and whether it is in a kept region. Counts one that is dropped."""
-        is_statistic = unsupported_reason(tensor) is None and hides_write(recorder.op, tensor)
+        is_statistic = unsupported_reason(tensor) is None and hides_write(recorder.call.op.name, tensor)
         in_kept_region = is_in_kept_region()
-        if not in_kept_region and not recorder.has_lost_track:
+        if not in_kept_region and recorder.recording.refusal is None:
             self._count(recorder, tensor)
         return is_statistic, in_kept_region
 
@@ -153,7 +153,7 @@ class SavedTensorHooks:
         assert self.recorder is not None
         if is_statistic:
             tensor = copy_exact(tensor)
-        elif unsupported_reason(tensor) is None and self.recorder.sources.is_of_argument(tensor):
+        elif unsupported_reason(tensor) is None and self.recorder.call.memory.sources.is_of_argument(tensor):
             tensor = self._copy(tensor)
         kept = KeptTensor(tensor.detach(), version_of(tensor), _modified)
         self._expect(kept, index, tensor)

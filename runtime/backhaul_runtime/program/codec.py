@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.errors import ProgramError, TransferError
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.program import (
     Composite,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from backhaul_runtime.errors import ProgramError
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.torch_internals.private import OpOverload
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from backhaul_runtime.torch_internals.ambient_state import State
 
 NODE_BYTES = 2 << 10
@@ -33,6 +35,9 @@ class GeneratorRef:
 
 
 Ref = SourceRef | ResultRef
+
+CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
+"""The types of values that a program holds as they are, beside None."""
 
 
 @dataclass(frozen=True, slots=True)

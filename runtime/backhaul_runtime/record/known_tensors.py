@@ -1,6 +1,6 @@
 """The tensors that a program can refer to: its sources, and the results of its nodes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,17 +9,14 @@ from torch import Tensor
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Ref, ResultRef, SourceRef
 from backhaul_runtime.record.ambient_states import AmbientStates
-from backhaul_runtime.record.contents import Contents
-from backhaul_runtime.record.custom_functions import CustomFunctions
-from backhaul_runtime.record.interior_memory import InteriorMemory
+from backhaul_runtime.record.call_memory import CallMemory
 from backhaul_runtime.record.program_builder import ProgramBuilder
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.record.sources import SourceLedger
 from backhaul_runtime.tensors.deferred_digest import digest_of
 from backhaul_runtime.tensors.digest import tensor_address
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.autocast_cache import CASTS
-from backhaul_runtime.torch_internals.graph_uses import is_module_hook, name_of
+from backhaul_runtime.torch_internals.graph_uses import is_custom, is_module_hook, name_of
 from backhaul_runtime.torch_internals.private import (
     WeakTensorRef,
     base_of,
@@ -45,34 +42,29 @@ class KnownTensors:
 
     Args:
         recording: Says whether ops have returned tensors on the CPU.
-        sources: The ledger that tensors from outside are added to at their first use.
-        contents: Takes their digests at that time.
-        interior: The memory that the ops have made.
+        memory: Gets tensors from outside as sources at their first use, and takes their digests at that time.
         states: The ambient states that nodes run under.
-        functions: The custom autograd functions that the call has run.
         builder: The nodes that were recorded so far.
 
     Attributes:
         first_sequence: The number of the first autograd node that the call makes.
+        function_nodes: The classes of the autograd nodes that recorded custom functions have made.
+        refused_nodes: Why other custom functions are not recorded, by the class of their nodes.
     """
 
     def __init__(
         self,
         recording: Recording,
-        sources: SourceLedger,
-        contents: Contents,
-        interior: InteriorMemory,
+        memory: CallMemory,
         states: AmbientStates,
-        functions: CustomFunctions,
         builder: ProgramBuilder,
     ) -> None:
         self.first_sequence = next_sequence_number()
+        self.function_nodes: set[type] = set()
+        self.refused_nodes: dict[type, str] = {}
         self._recording = recording
-        self._sources = sources
-        self._contents = contents
-        self._interior = interior
+        self._memory = memory
         self._states = states
-        self._functions = functions
         self._builder = builder
         self._known: dict[int, _Known] = {}
 
@@ -122,8 +114,9 @@ class KnownTensors:
             # The function passes on what it gets, by a `view_as` that was recorded without gradients. Its hooks run on
             # the trainer, as `decide` keeps the graph of a custom function.
             made.ambient = self._states.with_grad(made.ambient)
-        else:
-            self._functions.check_node(node)
+        elif is_custom(node) and type(node) not in self.function_nodes:
+            what = f"the custom autograd function {name_of(node).removesuffix('Backward')}"
+            raise Refusal(self.refused_nodes.get(type(node), what))
         # An op wrote a differentiable value to a view of the tensor, which gave the tensor a history.
         known.requires_grad, known.has_no_history = True, False
 
@@ -138,24 +131,24 @@ class KnownTensors:
         except UnsupportedTensorError as error:
             raise Refusal(error.fields["reason"]) from None
         # A replay would give such a tensor the contents that it has now, and lose its connection to the op's result.
-        if tensor in self._interior:
+        if tensor in self._memory.interior:
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
-        is_argument = self._sources.is_argument(tensor)
+        is_argument = self._memory.sources.is_argument(tensor)
         # Each thread numbers its nodes itself, so an argument made by another thread may have a larger number.
         made = None if tensor.is_leaf or is_argument else tensor.grad_fn
         if made is not None and sequence_number(made) >= self.first_sequence:
             raise Refusal(f"a differentiable tensor that no recorded op made ({name_of(made)})")
-        content = self._contents.digest(tensor, layout)
+        content = self._memory.contents.digest(tensor, layout)
         if not is_argument:
-            self._contents.fix(tensor, layout, content)
+            self._memory.contents.fix(tensor, layout, content)
         address = digest_of(tensor_address, layout, content)
         if CASTS.has_stale_cast(tensor, address):
             raise Refusal(
                 "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
             )
-        index = self._sources.alias_of(tensor, layout, address)
+        index = self._memory.sources.alias_of(tensor, layout, address)
         if index is None:
-            index = self._sources.add(tensor, layout, address, is_part=is_part)
+            index = self._memory.sources.add(tensor, layout, address, is_part=is_part)
         ref = SourceRef(index)
         self._add(tensor, ref)
         return ref
@@ -184,17 +177,22 @@ class KnownTensors:
         """Whether a tensor that the call returned is an argument or a captured tensor with an unchanged history."""
         ref = self.ref_of(tensor)
         if ref is None:
-            return self._sources.is_argument(tensor)
-        return isinstance(ref, SourceRef) and not self._sources.is_rewritten(ref.index)
+            return self._memory.sources.is_argument(tensor)
+        return isinstance(ref, SourceRef) and not self._memory.sources.is_rewritten(ref.index)
 
-    def outlived(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether a differentiable result that is no output is still referenced, see `Recorder.outlived`."""
+    def outlived(self, outputs: Sequence[Tensor], is_expected: Callable[[int], bool]) -> bool:
+        """Whether a differentiable result that is no output is still referenced, see `CustomFunctions.outlived`.
+
+        Args:
+            outputs: The outputs of the call.
+            is_expected: Whether all references to a tensor, given by its identity, are such that do not count.
+        """
         expected = {identity_of(t) for output in outputs for t in (output, base_of(output)) if t is not None}
         return any(
             isinstance(known.ref, ResultRef)
             and known.requires_grad
             and not known.impl.expired()
-            and not self._functions.contexts.is_only_holder(cdata)
+            and not is_expected(cdata)
             for cdata, known in self._known.items()
             if cdata not in expected
         )

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.names import JoinedNames, names
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
     CHECKED_WHEN_RECORDED,
@@ -14,7 +16,7 @@ from backhaul_runtime.program.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.program.program import Node
+from backhaul_runtime.program.program import CONSTANTS, GeneratorRef, Node, Ref, SourceRef
 from backhaul_runtime.program.undefined_saves import (
     PARTLY_UNDEFINED,
     RECURRENT,
@@ -23,10 +25,13 @@ from backhaul_runtime.program.undefined_saves import (
     undefined_saves,
 )
 from backhaul_runtime.program.unsafe_arguments import check_values
+from backhaul_runtime.record.custom.custom_functions import CustomFunctions
+from backhaul_runtime.record.memory_writes import prepare_write
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.replay.recorded_choices import DrawRecorder
 from backhaul_runtime.tensors.digest import read_digest
-from backhaul_runtime.torch_internals.private import OpOverload
+from backhaul_runtime.tensors.layout import copy_exact
+from backhaul_runtime.torch_internals.private import OpOverload, is_plain, is_thin
 
 
 class OpRecorder:
@@ -35,13 +40,13 @@ class OpRecorder:
     Args:
         call: The call that runs.
         allowed: Names of the ops that a program may hold.
-        allows: The ops of libraries that workers run beside those.
+        custom: Records what is special about ops of libraries that workers run beside those.
     """
 
-    def __init__(self, call: RunningCall, allowed: frozenset[str], allows: JoinedNames) -> None:
+    def __init__(self, call: RunningCall, allowed: frozenset[str], custom: CustomFunctions) -> None:
         self._call = call
         self._allowed = allowed
-        self._allows = allows
+        self._custom = custom
 
     def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         """Returns the node of an op that is about to run; None if no node is recorded for it."""
@@ -57,7 +62,7 @@ class OpRecorder:
 
     def _begin(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         call = self._call
-        call.contents.forget()
+        call.memory.contents.forget()
         if op_rules.name in UNDEFINED_SAVES:
             call.op.reads = read_digest(tensors_in((args, tuple(kwargs.values()))))
         elif op_rules.name in PARTLY_UNDEFINED:
@@ -73,17 +78,17 @@ class OpRecorder:
             raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
         # An op of another library. The value check then covers what it reads and keeps, see OpaqueCheck.
         is_opaque = op_rules.name not in self._allowed
-        if is_opaque and (reason := self._allows.why_not_op(op_rules.name)):
-            raise Refusal(reason)
+        if is_opaque:
+            self._custom.check_op(op_rules.name)
         # In a tensor from outside it could read memory that was not sent.
-        if op_rules.name in ABSOLUTE and args[0] not in call.interior:
+        if op_rules.name in ABSOLUTE and args[0] not in call.memory.interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
         if op_rules.name in RECURRENT and draws_beside_generators(op, args, kwargs):
             raise Refusal(
                 f"{op_rules.name} has dropout between its layers, which cuDNN does not draw from the generator"
             )
         call.states.capture()
-        call.interior.check_reads(op_rules, args, kwargs)
+        call.memory.interior.check_reads(op_rules, args, kwargs)
         if op_rules.draws or is_opaque:  # nobody knows whether an op of another library draws
             call.generators.begin(args, kwargs)
         # A worker checks these arguments by their values and would refuse the segment when it is too late to keep it.
@@ -93,8 +98,8 @@ class OpRecorder:
             except ValueError as error:
                 raise Refusal(f"a worker does not run this call of {op_rules.name}: {error}") from None
         if op_rules.name in GEOMETRY:  # values that become sizes, of which autograd saves none
-            args = call.arguments.with_geometry(GEOMETRY[op_rules.name], args)
-        of_op = call.arguments.of_op
+            args = self._with_geometry(GEOMETRY[op_rules.name], args)
+        of_op = self._argument
         node = Node(
             op=op_rules.name,
             args=tuple([of_op(value) for value in args]),
@@ -105,15 +110,47 @@ class OpRecorder:
             fresh_casts=call.states.has_fresh_casts(),
         )
         if is_opaque:
-            names.ops.add(op_rules.name)
-            call.opaque.begin()
+            self._custom.begin_op(op_rules.name)
         if op_rules.draws and not call.choices.are_recorded:  # recorded draws are sent instead of the state
             call.generators.add(node, continues=call.generators.continues(args, kwargs))
         return node
 
+    def _argument(self, value: Any) -> Any:
+        """Returns an argument as a program holds it. Raises Refusal if no program can hold it."""
+        if isinstance(value, Tensor):
+            if is_plain(type(value)) or is_thin(type(value)):
+                return self._ref(value)
+            return self._custom.arguments.composite(value)
+        if type(value) is torch.device and value.type == "cuda" and value.index is None:
+            return torch.device("cuda", torch.cuda.current_device())  # another one may be current in backward
+        if value is None or type(value) in CONSTANTS:
+            return value
+        if isinstance(value, (list, tuple)):
+            return tuple([self._argument(item) for item in value])
+        if isinstance(value, torch.Generator):
+            return GeneratorRef()
+        raise Refusal(f"an argument of type {type(value).__name__} to {self._call.op.name}")
+
+    def _ref(self, tensor: Tensor) -> Ref:
+        self._call.op.tensors.append(tensor)
+        return self._call.known.use(tensor)
+
+    def _with_geometry(self, position: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns the arguments of an op with a copy of one, which becomes a source, if the call computed its values.
+
+        Args:
+            position: The position of an argument whose values become sizes and offsets, see `GEOMETRY`.
+            args: The positional arguments of the op.
+        """
+        value = args[position]
+        ref = self._ref(value) if isinstance(value, Tensor) else None
+        if ref is None or (isinstance(ref, SourceRef) and not self._call.recording.sources[ref.index].is_written):
+            return args
+        return (*args[:position], copy_exact(value), *args[position + 1 :])
+
     def _prepare_writes(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(op_rules, args, kwargs):
-            self._call.writes.prepare(tensor)
+            prepare_write(self._call, tensor)
 
     def after(
         self,
@@ -135,18 +172,18 @@ class OpRecorder:
             draws: The recorder of its draws; None if they are not recorded.
         """
         call, results = self._call, tensors_in(returned)
-        sizes = call.interior.add_results(results)
+        sizes = call.memory.interior.add_results(results)
         if node is None or call.recording.refusal:
-            call.opaque.drop()
+            self._custom.drop()
             return
         call.known.add_results(results, written_tensors(rules(op), args, kwargs))
         if node.op in UNWRITTEN_RESULTS:
-            call.interior.add_unwritten(results)
+            call.memory.interior.add_unwritten(results)
         node.result_bytes = sizes
-        if call.opaque.is_checking:
+        if self._custom.is_checking:
             if not node.draws and call.generators.has_drawn(args, kwargs):  # though it has no tag that says so
                 call.generators.add(node)
-            call.opaque.end(node.op, results)
+            self._custom.end_check(node.op, results)
         call.choices.end(op, node, args, kwargs, results, draws)
         if node.draws:
             call.generators.end(args, kwargs)

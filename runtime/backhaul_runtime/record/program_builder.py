@@ -5,9 +5,8 @@ from dataclasses import replace
 from backhaul_runtime.program.op_rules import MAKES_LEAF
 from backhaul_runtime.program.program import Node, Program, Ref, Source
 from backhaul_runtime.record.ambient_states import AmbientStates
-from backhaul_runtime.record.interior_memory import InteriorMemory
+from backhaul_runtime.record.call_memory import CallMemory
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.record.sources import SourceLedger
 
 
 class ProgramBuilder:
@@ -15,24 +14,20 @@ class ProgramBuilder:
 
     Args:
         recording: The sources, saved tensors and generator states of the same call.
-        sources: The ledger of these sources.
+        memory: The ledger of these sources, and the memory that the ops make.
         states: The ambient states that nodes run under.
-        interior: The memory that the ops make.
 
     Attributes:
         nodes: The recorded nodes, in the order they ran.
         types: The names of the types of composite arguments, in order; the values are None.
     """
 
-    def __init__(
-        self, recording: Recording, sources: SourceLedger, states: AmbientStates, interior: InteriorMemory
-    ) -> None:
+    def __init__(self, recording: Recording, memory: CallMemory, states: AmbientStates) -> None:
         self.nodes: list[Node] = []
         self.types: dict[str, None] = {}
         self._recording = recording
-        self._sources = sources
+        self._memory = memory
         self._states = states
-        self._interior = interior
         self._saving_nodes = 0  # number of nodes up to the last one that saved a tensor
         self._recorded_saves = 0  # saved tensors of the nodes recorded so far
         self._sources_used: list[int] = []  # by each node and those before it
@@ -70,7 +65,7 @@ class ProgramBuilder:
             early_stop = True
             # What only later nodes read may change before backward, as a function that is no node may write to it.
             needed = min(self._saving_nodes, len(self._sources_used))
-            self._sources.cut(self._sources_used[needed - 1] if needed and self._recorded_saves else 0)
+            self._memory.sources.cut(self._sources_used[needed - 1] if needed and self._recorded_saves else 0)
         if early_stop:
             self._left_out = tuple(self.nodes[self._saving_nodes :])
             del self.nodes[self._saving_nodes :]
@@ -93,7 +88,7 @@ class ProgramBuilder:
             ambient_states=self._states.states,
             outputs=outputs,
             saved_count=self._recorded_saves,
-            saved_bytes=self._interior.unreturned_bytes,
+            saved_bytes=self._memory.interior.unreturned_bytes,
             casts=casts,
             types=tuple(self.types),
         )

@@ -15,7 +15,7 @@ NOTE [What the recorder relies on]
    differentiable one that it has returned.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
@@ -23,12 +23,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from backhaul_runtime.program.names import JoinedNames
-from backhaul_runtime.program.op_rules import tensors_in
+from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.op_trace import describe_op
-from backhaul_runtime.program.program import Program, Ref
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
-from backhaul_runtime.record.function_recorder import FunctionRecorder
+from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
@@ -38,17 +37,13 @@ from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
     DisableTorchFunction,
     OpOverload,
-    backward_class,
-    saves_tensors,
-    without_saved_tensor_hooks,
 )
 
 
 class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that records a call. Enter it around the call, then call `finish`. Not thread-safe.
 
-    It sees ops, custom functions and saved tensors, and passes each to a recorder of its own. What these note is in
-    `RunningCall`.
+    It sees ops, custom functions and saved tensors, and passes each to a recorder of its own.
 
     Args:
         arguments: The tensors passed to the call. They are copied at first use, because the caller may change them.
@@ -63,10 +58,10 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         recording: The recording. It may outlive the recorder.
-        sources: The sources of the call. They live as long as the recorder.
+        call: What is kept of the call. It lives as long as the recorder.
+        custom: What is recorded of its custom functions.
         trace: A readable line for each op; None unless `traces` is set.
         own_s: Seconds of the call that recording has taken so far.
-        first_sequence: The number of the first autograd node that the call makes.
     """
 
     def __init__(
@@ -83,26 +78,25 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allows: JoinedNames = JoinedNames(),  # noqa: B008  it never changes
     ) -> None:
         super().__init__()
-        self._call = RunningCall(arguments, hold, pack, fixed, allows, has_recorded_choices=records_choices)
-        self._ops = OpRecorder(self._call, allowed, allows)
-        self._functions = FunctionRecorder(self._call)
-        self._saved = SavedTensorRecorder(self._call)
+        self.call = RunningCall(arguments, hold, pack, fixed, has_recorded_choices=records_choices)
+        self.custom = CustomFunctions(self.call, allows)
+        self.recording = self.call.recording
+        self._ops = OpRecorder(self.call, allowed, self.custom)
+        self._saved = SavedTensorRecorder(self.call, self.custom)
         self._op_ended = op_ended
         self._first_hook = RemovableHandle.next_id
-        self.recording = self._call.recording
-        self.sources = self._call.sources
-        self.first_sequence = self._call.known.first_sequence
         self.trace: list[str] | None = [] if traces else None
         self.own_s = 0.0
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._op_ended = lambda _: None  # it refers to the recorder's owner, see `RunningCall.end`
-        self._call.end()
+        # These refer to the caller: a cycle would keep the inside of the call alive.
+        self._op_ended, self.call.states.pack = lambda _: None, None
+        self.custom.end_call()
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op and records it. Arguments are read before the op runs, results afterwards."""
-        began, call = perf_counter(), self._call
+        began, call = perf_counter(), self.call
         with DisableTorchDispatch():  # dispatch modes of the user must not see the recorder's own ops
             node = self._ops.before(op, args, kwargs)
         draws = self.recording.guarded(call.choices.draws_of, op) if node is not None else None
@@ -111,14 +105,14 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             with draws or nullcontext():
                 returned = op(*args, **kwargs)
         except BaseException:
-            self.recording.guarded(call.forget_op)
+            self._forget_op()
             raise
         finally:
             call.op.end()
         began = perf_counter()
         with DisableTorchDispatch():
             self.recording.guarded(self._ops.after, op, node, args, kwargs, returned, draws)
-            self._op_ended(not self.has_lost_track)
+            self._op_ended(self.recording.refusal is None)  # Rule 3
         if self.trace is not None:
             self.trace.append(self.recording.guarded(describe_op, op, args, kwargs, returned) or str(op))
         self.own_s += perf_counter() - began
@@ -126,48 +120,32 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def around_function(self, function: type, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
         """Runs a custom autograd function, and records it as one node (Rule 5)."""
-        began, call = perf_counter(), self._call
-        with DisableTorchDispatch(), DisableTorchFunction():
-            node = self._functions.before(function, args)
-        self.own_s += perf_counter() - began
-        if isinstance(node, str):
-            return self._run_refused(function, run, node)
-        watch = self.recording.guarded(self._functions.watch, function)
-        if watch is None:
-            return self._run_refused(function, run, str(self.recording.refusal))
-        try:
-            with watch.within():
-                returned = run()
-        except BaseException:
-            self.recording.guarded(call.forget_op)
-            raise
-        finally:
-            call.op.end()
         began = perf_counter()
         with DisableTorchDispatch(), DisableTorchFunction():
-            self._functions.after(node, args, returned, watch)
-            self._op_ended(not self.has_lost_track)
+            node = self.custom.begin(function, args)
+        self.own_s += perf_counter() - began
+        if isinstance(node, str):
+            return self.custom.run_refused(function, run, node)
+        try:
+            returned = self.custom.run(run)
+        except BaseException:
+            self._forget_op()
+            raise
+        finally:
+            self.call.op.end()
+        began = perf_counter()
+        with DisableTorchDispatch(), DisableTorchFunction():
+            self.custom.end(node, args, returned)
+            self._op_ended(self.recording.refusal is None)
         if self.trace is not None:
             self.trace.append(self.recording.guarded(describe_op, node.op, args, {}, returned) or node.op)
         self.own_s += perf_counter() - began
         return returned
 
-    def _run_refused(self, function: type, run: Callable[[], Any], reason: str) -> Any:
-        """Runs a function that is not recorded as a node. What it saves stays with autograd, without a hook.
-
-        An unpack hook could not return the same object, with its class, attributes, version and storage: torch makes
-        another one of whatever it returns.
-        """
-        states = self._call.states
-        outer, states.hookless = states.hookless, reason
-        try:
-            with without_saved_tensor_hooks(states.pack):
-                returned = self._call.functions.run_refused(function, run, reason)
-        finally:
-            states.hookless = outer
-        if saves_tensors(tensors_in(returned), backward_class(function)):
-            self.refuse(reason)  # a replay would not reach what it has saved
-        return returned
+    def _forget_op(self) -> None:
+        """Removes what was recorded of an op or function that raised an exception."""
+        self.custom.drop()
+        self.recording.guarded(self.call.builder.forget_op)
 
     def refuse(self, reason: str) -> None:
         """Sets the reason why this call can't be a program. If one is set already, it stays."""
@@ -180,60 +158,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.own_s += perf_counter() - began
 
     @property
-    def op(self) -> str:
-        """The name of the op that runs, empty between ops."""
-        return self._call.op.name
-
-    @property
-    def changeable_argument(self) -> str:
-        """The name of a type of objects that custom functions took and that may change before backward, or empty."""
-        return self._call.arguments.changeable
-
-    @property
-    def used_autocast(self) -> bool:
-        """Whether an op ran under autocast."""
-        return self._call.states.used_autocast
-
-    @property
-    def made_leaves(self) -> bool:
-        """Whether the function turned on `requires_grad` of a tensor that it made."""
-        return self._call.builder.made_leaves
-
-    @property
-    def has_lost_track(self) -> bool:
-        """Whether tensors that autograd saves from now on can't be recomputed from the recorded ops (Rule 3)."""
-        return self.recording.refusal is not None
-
-    @property
-    def function_nodes(self) -> Set[type]:
-        """The classes of the autograd nodes that recorded custom functions have made."""
-        return self._call.functions.node_classes
-
-    @property
     def has_new_hooks(self) -> bool:
         """Whether any hook was registered since the call began."""
         return bool(RemovableHandle.next_id != self._first_hook)
-
-    def has_unwritten(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether an output lies in memory that no op has written."""
-        return self._call.interior.has_unwritten(outputs)
-
-    def ref_of(self, tensor: Tensor) -> Ref | None:
-        """Returns the reference to a tensor, or None for a tensor that no recorded op took or returned."""
-        return self._call.known.ref_of(tensor)
-
-    def passes_through(self, tensor: Tensor) -> bool:
-        """Whether a tensor that the call returned is an argument or a captured tensor with an unchanged history."""
-        return self._call.known.passes_through(tensor)
-
-    def outlived(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether a differentiable result that is no output is still referenced, as an auxiliary loss may be.
-
-        Or memory that a custom function has saved, whose backward may write to it.
-
-        Call it once the call has ended and the caller holds no reference to its inside.
-        """
-        return self._call.known.outlived(outputs) or self._call.functions.saves_outlive(outputs)
 
     def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
         """Returns the program of the call, which has ended. After a refusal it covers the ops before it (Rule 3).
@@ -245,7 +172,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             casts: Indices of the sources with shared casts, see `Program.casts`.
             early_stop: Whether to leave out the ops after the last one that saved a tensor. Always so after a refusal.
         """
-        return self._call.builder.finish(self._call.known.refs_of(outputs), tuple(casts), early_stop=early_stop)
+        return self.call.builder.finish(self.call.known.refs_of(outputs), tuple(casts), early_stop=early_stop)
 
     def whole(self, program: Program, outputs: Sequence[Tensor]) -> Program | None:
         """Returns the program of `finish` with the ops that `early_stop` left out, and with outputs.
@@ -257,11 +184,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             The whole program, or None if it can't compute the outputs.
         """
-        refs = self._call.known.refs_of(outputs)
-        if len(refs) < len(outputs) or self.has_unwritten(outputs):
+        refs = self.call.known.refs_of(outputs)
+        if len(refs) < len(outputs) or self.call.memory.interior.has_unwritten(outputs):
             return None
-        return self._call.builder.whole(program, refs)
-
-    def so_far(self) -> Program:
-        """Returns the ops recorded so far as a program without outputs. The call may still run."""
-        return self._call.builder.program()
+        return self.call.builder.whole(program, refs)

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.code_identity import identity_of_class
-from backhaul_runtime.program.names import names
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.layout import Layout
 
@@ -154,13 +152,6 @@ class Recording:
     def _fail(self, refusal: Refusal) -> None:
         if self.refusal is None:
             self.refusal, self.failure = refusal.reason, refusal.cause
-
-    def changed_function(self) -> str:
-        """Returns the name of a custom function that is not what it was in forward; empty if there is none."""
-        for name, identity in self.identities.items():
-            if identity_of_class(names.functions[name]).digest() != identity:
-                return name
-        return ""
 
     @property
     def kept_bytes(self) -> int:

@@ -5,6 +5,7 @@ from torch import Tensor
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT
+from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.tensors.deferred_digest import Digest, digest_of
@@ -21,16 +22,18 @@ class SavedTensorRecorder:
 
     Args:
         call: The call that runs.
+        custom: What is recorded of its custom functions.
     """
 
-    def __init__(self, call: RunningCall) -> None:
+    def __init__(self, call: RunningCall, custom: CustomFunctions) -> None:
         self._call = call
+        self._custom = custom
 
     def add(self, tensor: Tensor) -> None:
         """Records a tensor that autograd is about to save. One that can't be recorded is listed without a digest."""
         call = self._call
         if not call.op.name:
-            call.recording.refuse(call.functions.refused or FUNCTION_SAVES)
+            call.recording.refuse(self._custom.refused or FUNCTION_SAVES)
         saved = call.recording.guarded(self._saved, tensor)
         if saved is None:
             kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
@@ -38,7 +41,7 @@ class SavedTensorRecorder:
         call.recording.saved.append(saved)
 
     def _saved(self, tensor: Tensor) -> SavedTensor:
-        call = self._call
+        call, memory = self._call, self._call.memory
         try:
             layout = layout_of(tensor)
         except UnsupportedTensorError as error:
@@ -48,14 +51,13 @@ class SavedTensorRecorder:
         if is_undefined:
             content: Digest = UNDEFINED_CONTENT if reads is None else reads
         else:
-            content = call.contents.digest(tensor, layout)
-        source = next(iter(call.sources.at(storage_key(tensor))), -1)
+            content = memory.contents.digest(tensor, layout)
+        source = next(iter(memory.sources.at(storage_key(tensor))), -1)
+        is_hidden = source < 0 and memory.interior.is_hidden(tensor)
         if source < 0 and is_function_name(call.op.name):
-            call.functions.note_saved(tensor)
-        is_hidden = source < 0 and call.interior.is_hidden(tensor)
+            self._custom.note_saved(tensor, is_hidden=is_hidden)
         if is_hidden:
-            call.opaque.check_kept(call.op.name, tensor)
-            call.interior.add_hidden(tensor)
+            memory.interior.add_hidden(tensor)
         if call.recording.refusal is None:
             call.builder.note_save()
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())

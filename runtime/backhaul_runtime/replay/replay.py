@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.autograd.graph import Node as GraphNode
 
 from backhaul_runtime.errors import BackhaulError, ProgramError, Refusal, ReplayError
 from backhaul_runtime.program import unsafe_arguments
-from backhaul_runtime.program.names import names
+from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import (
     ABSOLUTE,
@@ -43,10 +42,8 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
+from backhaul_runtime.replay.custom.custom_runs import CustomRuns
 from backhaul_runtime.replay.footprint import FootprintMeter
-from backhaul_runtime.replay.function_backwards import FunctionBackwards
-from backhaul_runtime.replay.lent_memory_guard import LentMemoryGuard
-from backhaul_runtime.replay.opaque_check import OpaqueCheck
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
@@ -62,10 +59,9 @@ from backhaul_runtime.torch_internals.graph_entries import (
     with_own_history,
     without_gradient,
 )
-from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses, is_custom
+from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
-    DisableTorchFunction,
     OpOverload,
     is_thin,
     next_sequence_number,
@@ -153,8 +149,6 @@ class Replay:
         self._program = program
         self._is_own = is_own
         self._check = check
-        self._recorded: set[type] = set()  # of the nodes that custom functions have made
-        self._custom: list[tuple[str, GraphNode]] = []  # these nodes, each with the name of its function
         self._states = iter(generator_states)
         self.drawn_from: list[bytes] = []
         self.written: dict[int, list[str]] = {}
@@ -178,6 +172,7 @@ class Replay:
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
         self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_projections else None, meter)
+        self._custom = CustomRuns(program, self._packing, self._lent, is_own=is_own)
         # Read before the run: if the program writes into a source, the source has another history afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
@@ -191,7 +186,7 @@ class Replay:
             results = self._run(meter, keeps_modes=context is not None)
         if program.functions or program.types:  # Rule 6
             contents.forget()
-        self._check_identities()
+        self._custom.check_identities()
         self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
             self._outputs[position] = made
@@ -288,34 +283,23 @@ class Replay:
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
-        if node.is_function:  # the class comes from this process's own table, never from the program
-            return self._call_function(node, args, results, ledger, meter)
-        op = resolve(node.op)
-        if rules(op).draws or node.draws:
-            generator = self._generator(args, kwargs) if node.draws else None  # otherwise its draws were recorded
-            args = [generator if isinstance(value, GeneratorRef) else value for value in args]
-            kwargs = {name: generator if isinstance(v, GeneratorRef) else v for name, v in kwargs.items()}
-        # torch calls these ops below autograd, and for some of them autograd has no formula.
-        if not rules(op).reads_values:
-            args = [value.detach() if isinstance(value, Tensor) else value for value in args]
-        self._packing.op = node.op
-        self._packing.is_undefined = undefined_saves(op, args, kwargs) if node.op in PARTLY_UNDEFINED else None
-        read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
-        with DisableTorchDispatch():
-            self._packing.reads = None if read is None else read_digest(read)
-            self._packing.reads_projection = (
-                unread_projections(read) if read and self._packing.wants_projections else []
-            )
-        check = self._begin_check(node, results) if node.op in names.ops else None
+        self._packing.op, self._packing.is_undefined, self._packing.reads = node.op, None, None
+        check = None
+        if node.is_function or node.op in names.ops:
+            parts = parts_in((node.args, tuple(value for _, value in node.kwargs)))
+            given = [self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))]
+            check = self._custom.begin_check(node.op, given)
+        if node.is_function:
+            if node.draws:
+                self._generator(args, {})
+            op: OpOverload | str = node.op
+            returned = self._custom.run(node.op, args)
+        else:
+            op = resolve(node.op)
+            returned = self._run_op(op, node, args, kwargs)
         try:
-            self._check_lent(op, args, kwargs)
-            if not self._is_own:  # the arguments of a client's program may crash the process
-                unsafe_arguments.check_values(node.op, op, args, kwargs)
-            returned = self._results(op, node, args, kwargs)
             sizes = tuple([ledger.add(tensor) for tensor in returned])
-        except ProgramError:
-            raise
-        except Exception as error:  # an op may raise any type of error
+        except Exception as error:  # a result without memory
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
         # The worker has reserved memory for the recorded sizes, so a larger result would exceed its budget.
         if sizes != node.result_bytes:
@@ -324,83 +308,39 @@ class Replay:
             self._trace.append(describe_op(op, tuple(args), kwargs, returned))
         if meter is not None:
             meter.ran(tensors_in((args, list(kwargs.values()))), returned)
-        self._end_check(node.op, check, returned)
+        if check is not None:
+            self._custom.end_check(node.op, check, returned)
         if node.op in UNWRITTEN_RESULTS:  # or a program could read what another session left in this memory
             for tensor in returned:
                 with DisableTorchDispatch():
                     tensor.detach().zero_()
         return returned
 
-    def _call_function(
-        self,
-        node: Node,
-        args: list[Any],
-        results: list[list[Tensor] | None],
-        ledger: StorageLedger,
-        meter: FootprintMeter | None,
-    ) -> list[Tensor]:
-        """Runs a custom autograd function from this process's own table of names."""
-        function = names.function(node.op)
-        if node.draws:
-            self._generator(args, {})
-        self._packing.op, self._packing.is_undefined = node.op, None
-        self._packing.reads = None
-        check = self._begin_check(node, results)
+    def _run_op(self, op: OpOverload, node: Node, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Runs an op, after changing its arguments to those that it takes here."""
+        if rules(op).draws or node.draws:
+            generator = self._generator(args, kwargs) if node.draws else None  # otherwise its draws were recorded
+            args[:] = [generator if isinstance(value, GeneratorRef) else value for value in args]
+            kwargs |= {name: generator for name, value in kwargs.items() if isinstance(value, GeneratorRef)}
+        # torch calls these ops below autograd, and for some of them autograd has no formula.
+        if not rules(op).reads_values:
+            args[:] = [value.detach() if isinstance(value, Tensor) else value for value in args]
+        self._packing.is_undefined = undefined_saves(op, args, kwargs) if node.op in PARTLY_UNDEFINED else None
+        read = tensors_in((args, list(kwargs.values()))) if node.op in UNDEFINED_SAVES else None
+        with DisableTorchDispatch():
+            self._packing.reads = None if read is None else read_digest(read)
+            self._packing.reads_projection = (
+                unread_projections(read) if read and self._packing.wants_projections else []
+            )
         try:
-            with self._around_function(node):
-                returned = tensors_in(function.apply(*args))
-            sizes = tuple([ledger.add(tensor) for tensor in returned])
-        except BackhaulError:
+            self._check_lent(op, args, kwargs)
+            if not self._is_own:  # the arguments of a client's program may crash the process
+                unsafe_arguments.check_values(node.op, op, args, kwargs)
+            return self._results(op, node, args, kwargs)
+        except ProgramError:
             raise
-        except Exception as error:
-            if self._is_own:  # the user's code, which may raise anything, has raised it
-                raise
+        except Exception as error:  # an op may raise any type of error
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
-        if sizes != node.result_bytes:
-            raise ReplayError(f"{node.op} took {sizes} bytes on replay, {node.result_bytes} when recorded", op=node.op)
-        if self._trace is not None:
-            self._trace.append(describe_op(node.op, tuple(args), {}, returned))
-        if meter is not None:
-            meter.ran(tensors_in(args), returned)
-        self._end_check(node.op, check, returned)
-        return returned
-
-    @contextmanager
-    def _around_function(self, node: Node) -> Iterator[None]:
-        """Keeps a custom function from writing to lent memory, and from leaving an autocast region of forward."""
-        torch.autocast_increment_nesting()  # else a region inside the function would clear the casts of those around it
-        try:
-            with nullcontext() if self._is_own else LentMemoryGuard(node.op, self._lent).within():
-                yield
-        finally:
-            torch.autocast_decrement_nesting()
-
-    def _begin_check(self, node: Node, results: list[list[Tensor] | None]) -> OpaqueCheck:
-        check, parts = OpaqueCheck(self._packing.take), parts_in((node.args, tuple(value for _, value in node.kwargs)))
-        with _checking(node.op):
-            check.add([self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))])
-        return check
-
-    def _end_check(self, name: str, check: OpaqueCheck | None, results: list[Tensor]) -> None:
-        if check is None:
-            return
-        nodes = {id(node): node for result in results if (node := result.grad_fn) is not None and is_custom(node)}
-        self._recorded |= set(map(type, nodes.values()))
-        self._custom += [(name, node) for node in nodes.values()]
-        with _checking(name):
-            check.add(results)
-            check.add_contexts(results)
-        self._packing.of_functions[name] |= check.storages
-        self._packing.note(check.digest())
-
-    def _check_identities(self) -> None:
-        """Raises ReplayError on a worker if a function has changed what it reads beside its arguments.
-
-        Another session may have run it, so each forward and each backward is checked when it has ended.
-        """
-        if not self._is_own:
-            for name in self._program.functions:
-                names.check_identity(name)
 
     def _check_lent(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises ProgramError for an op that would write to lent memory or reach beyond it (Rules 3 and 4)."""
@@ -481,7 +421,7 @@ class Replay:
         """
         count = len(self._sources) + len(self._program.casts)
         try:
-            return find_uses(self._outputs, self._targets, self._first_sequence, count, self._recorded)
+            return find_uses(self._outputs, self._targets, self._first_sequence, count, self._custom.node_classes)
         except Refusal as refusal:
             raise ProgramError(f"the replay's graph differs from a recorded one: {refusal.reason}") from refusal
 
@@ -543,21 +483,13 @@ class Replay:
         ]
         if not gradients and self._program.functions and len(self._outputs) == 1:
             given = [(without_gradient(self._outputs[0]), torch.ones(()))]
-        functions = FunctionBackwards(
-            self._program.functions,
-            self._custom,
-            self._sources,
-            dict(enumerate(self._outputs, len(uses) - len(self._outputs))),
-            self._packing.of_functions,
-            self._lent,
-            is_own=self._is_own,
-        )
+        functions = self._custom.backward(self._sources, dict(enumerate(self._outputs, len(uses) - len(self._outputs))))
         try:
             if inputs and given:  # torch raises an error without either
                 outputs, of_outputs = zip(*given, strict=True)
                 torch.autograd.grad(outputs, inputs, of_outputs, create_graph=create_graph, allow_unused=True)
             self.written = functions.end()
-            self._check_identities()
+            self._custom.check_identities()
         except BackhaulError as error:  # raised by `check`, or a SavedTensorModifiedError
             functions.failed(error)
             raise
@@ -575,16 +507,6 @@ class Replay:
             for source, of_source in enumerate(uses)
             for number in range(len(of_source))
         ]
-
-
-@contextmanager
-def _checking(name: str) -> Iterator[None]:
-    """Turns whatever prevents the check of a node into a ReplayError: a client may have made the function keep it."""
-    try:
-        with DisableTorchDispatch(), DisableTorchFunction():
-            yield
-    except Exception as error:
-        raise ReplayError(f"what {name} reads, returns and keeps can't be compared: {error}", op=name) from error
 
 
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:

@@ -8,11 +8,17 @@ from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import ReplayError
 
-ADDED_TO_GRADIENT = (
-    "the backward of a custom function has run a backward of its own that adds to .grad of a tensor, or to what the "
-    "tensor depends on, which are not the trainer's tensors here: start the worker without allowing the function"
-)
-"""The message for a custom function that adds to gradients of others, which no replay can repeat."""
+
+def added_to_gradient() -> ReplayError:
+    """Returns the error for a custom function that adds to gradients of others, which no replay can repeat.
+
+    Its field `adds_to_gradients` is True.
+    """
+    return ReplayError(
+        "the backward of a custom function has run a backward of its own that adds to .grad of a tensor, or to what "
+        "the tensor depends on, which are not the trainer's tensors here: start the worker without allowing it",
+        adds_to_gradients=True,
+    )
 
 
 class _Entry(torch.autograd.Function):
@@ -23,7 +29,7 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         # A hook collects the gradients of the replay's own backward before they arrive here.
-        raise ReplayError(ADDED_TO_GRADIENT)
+        raise added_to_gradient()
 
 
 class _Joined(torch.autograd.Function):

@@ -255,10 +255,22 @@ def observe_backward(node: Any, around: Callable[[tuple[Any, ...]], AbstractCont
         around: Returns the context manager, from the gradients that the backward gets.
     """
     setattr(node, BACKWARD_MODE, around)
+    notice_backwards(type(node))
+
+
+def notice_backwards(node_class: Any) -> None:
+    """Makes the backwards of one custom autograd function, given by the class of its nodes, known to `after_backward`.
+
+    Those of other functions run as torch runs them.
+    """
+    node_class.apply = _backward_applied
 
 
 def after_backward(check: Callable[[], object]) -> None:
-    """Calls `check` when the custom backward that runs in this thread has ended without an exception, if one runs."""
+    """Calls `check` when the custom backward that runs in this thread has ended without an exception, if one is known.
+
+    Of backwards inside of each other it is the innermost one.
+    """
     if _running.checks:
         _running.checks[-1].append(check)
 
@@ -285,6 +297,3 @@ def _backward_applied(node: Any, *args: Any) -> Any:
     for check in checks:
         check()
     return returned
-
-
-torch.autograd.function.BackwardCFunction.apply = _backward_applied  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """Imports what the operator of a worker allows, and fills the worker's table of names from it.
 
 This is the only place where a worker imports anything beside its own modules. It happens before the worker listens, and
-the names come from the operator's command line: NOTE [Names] in `backhaul_runtime.program.names`.
+the names come from the operator's command line: NOTE [Names] in `backhaul_runtime.program.custom.names`.
 """
 
 import os
@@ -16,10 +16,11 @@ import torch
 
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import names_code
-from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.class_names import is_foreign, is_found_by_name, name_of_class
-from backhaul_runtime.program.code_identity import identity_of_class
-from backhaul_runtime.program.names import IMPORTS, OfferedNames, names, package_version
+from backhaul_runtime.program.custom.adapters import adapter_of
+from backhaul_runtime.program.custom.class_names import is_foreign, is_found_by_name, name_of_class
+from backhaul_runtime.program.custom.code_identity import identity_of_class
+from backhaul_runtime.program.custom.names import IMPORTS, OfferedNames, names
+from backhaul_runtime.program.custom.source_files import package_state
 from backhaul_runtime.torch_internals.libraries import (
     defined_ops,
     module_of_op,
@@ -68,7 +69,7 @@ def import_allowed(allowed: Sequence[str]) -> OfferedNames:
             _add_class(entry)
     names.identities |= {name: identity_of_class(function).digest() for name, function in names.functions.items()}
     return OfferedNames(
-        packages={entry: package_version(entry) for entry in allowed},
+        packages={entry: package_state(entry) for entry in allowed},
         functions=dict(names.identities),
         ops=frozenset(names.ops),
         types=frozenset(names.types),

@@ -47,7 +47,7 @@ from backhaul_runtime.process.credentials import read_token
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.process.tls import TlsFiles, why_refused
-from backhaul_runtime.program.names import OfferedNames
+from backhaul_runtime.program.custom.names import OfferedNames
 from backhaul_runtime.version import version
 from backhaul_runtime.wire.clock import ClockOffset
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, PROTOCOL_VERSION, options_to

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
-from backhaul_runtime.program.names import OfferedNames
+from backhaul_runtime.program.custom.names import OfferedNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from backhaul_runtime.errors import (
 )
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, address_of_program, decode_program
-from backhaul_runtime.program.names import OfferedNames
+from backhaul_runtime.program.custom.names import OfferedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.deferred_digest import KnownDigests

@@ -1,21 +1,21 @@
-"""Digests of code: of a custom autograd function, and of the values that it reads from its module and its class.
+"""The identity of a custom autograd function: its place in equal files, and the values that it reads.
 
 The value check compares what a function computes in forward. What only its backward reads shows nowhere in forward, so
-a trainer and a worker compare the code itself, and the numbers and texts that it reads. They must be equal before the
-worker runs the function.
+a trainer and a worker compare which code they run, and the numbers and texts that it reads from its module and its
+class. These must be equal before the worker runs the function.
 
 NOTE [Identity of a function]
-1. The digest covers the bytecode of the methods of the class, of all functions that they name and that are not torch's
-   or Python's own, and so on, of `MAX_FUNCTIONS` functions at most.
+1. The identity is a digest. It covers the places of the methods of the class, of all functions that they name and that
+   are not torch's or Python's own, and so on, of `MAX_FUNCTIONS` functions at most: NOTE [Equal code].
 2. It covers the constants that this code reads from modules, classes, metaclasses, functions, closures and defaults,
    also inside containers and attributes of objects, whatever else these hold; NumPy's arrays in the same places; and
    tensors, also in tuples. Values of other types count by their type alone: caches hold those, and differ between
    processes.
 3. Whoever changes one of these values gives the function another identity from the next call on. A function that does
    so itself is not recorded, and its replay on a worker fails, because each replay would change the value again.
-4. A function has no identity if it has too much code, or reads what is not compared: a tensor or array of more than
-   64 MiB, on an accelerator, or without bytes; a container or object with more than `MAX_ITEMS` values inside; a
-   variable that each thread or context has its own value of.
+4. A function has no identity if it has too much code, or code that has no place; or if it reads what is not compared: a
+   tensor or array of more than 64 MiB, on an accelerator, or without bytes; a container or object with more than
+   `MAX_ITEMS` values inside; a variable that each thread or context has its own value of.
 5. Of modules that the code imports when it runs, it covers those that this process has imported.
 """
 
@@ -24,7 +24,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from operator import is_, is_not
 from pathlib import Path
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -34,17 +34,17 @@ import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.program.bytecode import (
+from backhaul_runtime.program.custom.bytecode import (
     asked_identity,
-    code_lines,
     imported_modules,
     names_in,
     reads_gradients,
     stored_attributes,
     texts_in,
 )
-from backhaul_runtime.program.class_names import is_foreign, name_of_class
-from backhaul_runtime.program.value_texts import (
+from backhaul_runtime.program.custom.class_names import is_foreign, name_of_class
+from backhaul_runtime.program.custom.source_files import file_of, package_state, place_of, why_no_place
+from backhaul_runtime.program.custom.value_texts import (
     CODE,
     CONSTANTS,
     constant_text,
@@ -60,6 +60,7 @@ MAX_FUNCTIONS = 5_000
 
 _MAX_DEPTH = 4  # of modules inside modules
 _MISSING = object()
+_NOT_COMPARED = "it has too much code, or reads a tensor or array that can't be compared with the worker's"
 
 
 class CodeIdentity:
@@ -76,6 +77,11 @@ class CodeIdentity:
     def digest(self) -> str:
         """Returns the present identity, 32 hexadecimal digits; empty if there is none (Rule 4)."""
         return self._present()[1]
+
+    @property
+    def obstacle(self) -> str:
+        """Why there is no identity; empty if there is one."""
+        return self._present()[0].obstacle
 
     @property
     def names(self) -> Set[str]:
@@ -96,9 +102,9 @@ class CodeIdentity:
                 walk.function_class(self._class)
             except Exception:  # objects that the code reads may raise anything when somebody looks at them
                 walk = _Walk()
-                walk.is_complete = False
+                walk.obstacle = _NOT_COMPARED
             text = "\n".join(walk.lines).encode()
-            last = self._last = walk, xxhash.xxh3_128_hexdigest(text) if walk.is_complete else ""
+            last = self._last = walk, "" if walk.obstacle else xxhash.xxh3_128_hexdigest(text)
         return last
 
 
@@ -108,13 +114,18 @@ def identity_of_class(cls: type) -> CodeIdentity:
     return CodeIdentity(cls)
 
 
-def lines_of_class(cls: type) -> Iterator[str]:
-    """Yields lines that are equal for equal classes: the constants and the code of the class, and of its bases."""
+def lines_of_class(cls: type, line_of: Callable[[CodeType], str]) -> Iterator[str]:
+    """Yields lines that are equal for equal classes: the constants and the code of the class, and of its bases.
+
+    Args:
+        cls: The class.
+        line_of: Returns the line for code.
+    """
     for base in cls.__mro__:
         for name, value in () if is_foreign(base.__module__) else sorted(vars(base).items()):
             item = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if isinstance(item, FunctionType):
-                yield from (name, *code_lines(item.__code__))
+                yield f"{name} is {line_of(item.__code__)}"
             elif name not in _OF_PYTHON and (text := constant_text(item)) is not None:
                 yield f"{name} = {text}"
 
@@ -215,12 +226,12 @@ class _Walk:
     """Visits code and what it reads."""
 
     def __init__(self) -> None:
-        self.lines = [f"python {sys.version_info[:2]}"]
-        self.is_complete = True
+        self.lines = [f"python {sys.version_info[:3]}"]
+        self.obstacle = ""  # to the identity
         self.names: set[str] = set()
         self.texts: set[str] = set()  # that the code may use as names, wherever they are
         self.objects: list[Any] = []  # the classes and functions that the code reads
-        self._seen: set[int] = set()
+        self._numbers: dict[int, int] = {}  # of what was visited, by its id
         self._kept: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
@@ -253,12 +264,12 @@ class _Walk:
                 self._class(base)
 
     def _is_new(self, value: Any) -> bool:
-        if id(value) in self._seen:
+        if id(value) in self._numbers:
             return False
         if len(self._kept) >= MAX_FUNCTIONS:
-            self.is_complete = False
+            self.obstacle = _NOT_COMPARED
             return False
-        self._seen.add(id(value))
+        self._numbers[id(value)] = len(self._kept)
         self._kept.append(value)
         return True
 
@@ -290,14 +301,15 @@ class _Walk:
         elif isinstance(value, CODE):
             self.objects.append(value)
         if isinstance(value, FunctionType):
-            self.lines.append(f"{name} is {value.__module__}:{value.__qualname__}")
             self.function(value)
+            self.lines.append(f"{name} is function {self._numbers.get(id(value))}")
         elif isinstance(value, type):
-            self.lines.append(f"{name} is {name_of_class(value)}")
             if not is_foreign(value.__module__):
                 self.function_class(value)
+            self.lines.append(f"{name} is {name_of_class(value)} {self._numbers.get(id(value))}")
         elif isinstance(value, (MethodType, BuiltinFunctionType)):
             self.lines.append(f"{name} is {value.__name__}")
+            self._note_files(value.__module__)
             if not isinstance(value.__self__, ModuleType):
                 self._value(f"{name}.__func__", getattr(value, "__func__", None))
                 self._value(f"{name}.__self__", value.__self__)
@@ -329,10 +341,10 @@ class _Walk:
             self.function_class(type(value))
         in_tuple &= isinstance(value, tuple)
         if type(value).__name__.startswith("Weak"):  # a table by objects, whose keys nobody can compare
-            self.is_complete = False
+            self.obstacle = _NOT_COMPARED
         for key, item in parts_of(value):
             if isinstance(key, Tensor):
-                self.is_complete = False
+                self.obstacle = _NOT_COMPARED
             self.texts.update(one for one in (key, item) if isinstance(one, str))
             inner = f"{name}[{key if isinstance(key, (str, int)) else type(key).__name__}]"
             if isinstance(item, CODE) or (in_tuple and isinstance(item, Tensor)):
@@ -343,7 +355,7 @@ class _Walk:
     def _tensor(self, name: str, value: Tensor) -> None:
         text = text_of_tensor(value)
         if text is None:  # nothing would show whether trainer and worker have the same values
-            self.is_complete = False
+            self.obstacle = _NOT_COMPARED
         else:
             self.tensors.append((value, text))
         self.lines.append(f"{name}: {text}")
@@ -354,7 +366,9 @@ class _Walk:
             return
         code = function.__code__
         self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
-        self.lines += code_lines(code)
+        if not (place := place_of(code)):
+            self.obstacle = why_no_place(code)
+        self.lines.append(place)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -383,10 +397,16 @@ class _Walk:
             if not is_foreign(module) and module in sys.modules:
                 self._attributes_of_module(sys.modules[module], names)
 
+    def _note_files(self, module: str | None) -> None:
+        """Visits a module that may be compiled: the functions of such a module have no place."""
+        if module is not None and not is_foreign(module) and file_of(module):
+            self.lines.append(package_state(module))
+
     def _attributes_of_module(self, module: Any, names: Sequence[str], depth: int = 0) -> None:
         """Visits what code reads from a module that it names, if `names` are all names in the code."""
         if not isinstance(module, ModuleType) or is_foreign(module.__name__) or depth == _MAX_DEPTH:
             return
+        self._note_files(module.__name__)
         for name in (*names, "__getattr__"):
             if name in vars(module):
                 self._read(vars(module), name)

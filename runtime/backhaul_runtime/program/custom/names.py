@@ -12,17 +12,16 @@ NOTE [Names]
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib import metadata
 from typing import Any, Self
 
 import torch
 
 from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError, ReplayError
-from backhaul_runtime.program.adapters import adapter_of
-from backhaul_runtime.program.class_names import is_foreign, is_found_by_name, name_of_class, plain_name
-from backhaul_runtime.program.code_identity import asks_beside_values, identity_of_class, uses_gradients
+from backhaul_runtime.program.custom.adapters import adapter_of
+from backhaul_runtime.program.custom.class_names import is_foreign, is_found_by_name, name_of_class, plain_name
+from backhaul_runtime.program.custom.code_identity import asks_beside_values, identity_of_class, uses_gradients
+from backhaul_runtime.program.custom.source_files import NO_VERSION, package_state
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 
@@ -44,8 +43,6 @@ _BUILTINS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
 }
 BUILTIN_TYPES = frozenset(_BUILTINS)
 """Types of containers, which need not be allowed."""
-
-NO_VERSION = "-"
 
 _NOT_FOUND = ": it is not defined at the top of a module, where a worker could find it by its name"
 
@@ -92,6 +89,17 @@ class NameTable:
                 function=name,
             )
 
+    def changed(self, identities: Mapping[str, str]) -> str:
+        """Returns the name of a function that no longer has the identity that it had; empty if all have.
+
+        Args:
+            identities: The identity that each function had in forward, by name.
+        """
+        for name, identity in identities.items():
+            if identity_of_class(self.functions[name]).digest() != identity:
+                return name
+        return ""
+
     def check_type(self, name: str) -> None:
         """Raises ProgramError if an object of the type of this name can't be built here."""
         if name not in BUILTIN_TYPES and name not in self.types:
@@ -114,16 +122,6 @@ names = NameTable()
 """The names of this process."""
 
 
-@cache
-def package_version(module: str) -> str:
-    """Returns the version of the package that a module belongs to, or `NO_VERSION`."""
-    package = module.partition(":")[0].partition(".")[0]
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return str(getattr(sys.modules.get(package), "__version__", NO_VERSION))
-
-
 def option_for(name: str) -> str:
     """Returns the worker's option that would allow a function, a type or a module, given by its name."""
     package = name.partition(":")[0].partition(".")[0]
@@ -135,7 +133,7 @@ class OfferedNames:
     """What one worker allows, as its handshake says.
 
     Attributes:
-        packages: The version by the name that the operator gave.
+        packages: The version and the files of the package, see `package_state`, by the name that the operator gave.
         functions: The identity by the name of each custom autograd function.
         ops: Names of ops of other libraries than torch.
         types: Names of types of arguments.
@@ -178,13 +176,12 @@ class OfferedNames:
         identity = self.functions.get(name)
         if identity is None:
             return self._why_not(name, what)
-        version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
-        if version != here:
-            return f"{what}: its package has version {here} here and {version} on the worker"
-        own = identity_of_class(function).digest()
-        if not own:
-            return f"{what}: it has too much code, or reads a tensor or array that can't be compared with the worker's"
-        if identity != own:
+        if reason := self._why_not_package(name, what):
+            return reason
+        own = identity_of_class(function)
+        if own.obstacle:
+            return f"{what}: {own.obstacle}"
+        if identity != own.digest():
             return f"{what}: its code, or a value that it reads from its module or class, is another on the worker"
         if uses_gradients(function):
             return f"{what}: its code uses .grad of tensors, and those of a replay are not the trainer's"
@@ -197,8 +194,7 @@ class OfferedNames:
         name = name_of_class(cls)
         what = f"an argument of type {plain_name(cls)}"
         if name in self.types:
-            version, here = self.packages.get(self.covers(name), NO_VERSION), package_version(name)
-            return "" if version == here else f"{what}: {here} is installed here and {version} on the worker"
+            return self._why_not_package(name, what)
         return what if is_foreign(cls.__module__) else self._why_not(name, what)
 
     def why_not_op(self, name: str) -> str:
@@ -206,10 +202,7 @@ class OfferedNames:
         namespace, packet, _ = name.split(".")
         module = module_of_op(f"{namespace}::{packet}") or namespace
         if name in self.ops:
-            version, here = self.packages.get(self.covers(module), NO_VERSION), package_version(module)
-            if not self.covers(module) or version == here:
-                return ""
-            return f"the op {name}: its package has version {here} here and {version} on the worker"
+            return self._why_not_package(module, f"the op {name}") if self.covers(module) else ""
         if module in sys.modules and not is_foreign(module):
             option = option_for(module)
             return f"the op {name} is not on the list of ops a worker runs (a worker with {option} would run it)"
@@ -241,6 +234,15 @@ class OfferedNames:
             if name not in BUILTIN_TYPES and (reason := self.why_not_type(names.types[name])):
                 return reason
         return ""
+
+    def _why_not_package(self, name: str, what: str) -> str:
+        """Returns why the package of a module or class, given by its name, is not the worker's; empty if it is."""
+        allowed = self.covers(name)
+        here, there = package_state(allowed or name), self.packages.get(allowed, "")
+        if not here:
+            return f"{what}: the files of its package are not found, so they can't be compared with the worker's"
+        there = there or NO_VERSION
+        return "" if here == there else f"{what}: its package has version {here} here and {there} on the worker"
 
     def _why_not(self, name: str, what: str) -> str:
         module, _, qualified = name.partition(":")

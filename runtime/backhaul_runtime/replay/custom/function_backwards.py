@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import BackhaulError, ReplayError
-from backhaul_runtime.program.names import names
-from backhaul_runtime.replay.backward_watch import CHANGES, WRITES, BackwardWatch
-from backhaul_runtime.replay.context_state import context_digest, is_changed
-from backhaul_runtime.replay.outside_writes import OutsideWrites
-from backhaul_runtime.torch_internals.graph_entries import ADDED_TO_GRADIENT
+from backhaul_runtime.program.custom.names import names
+from backhaul_runtime.replay.custom.backward_watch import CHANGES, WRITES, BackwardWatch
+from backhaul_runtime.replay.custom.context_state import context_digest, is_changed
+from backhaul_runtime.replay.custom.outside_writes import OutsideWrites
+from backhaul_runtime.torch_internals.graph_entries import added_to_gradient
 
 
 class FunctionBackwards:
@@ -71,11 +71,11 @@ class FunctionBackwards:
                 names.deny(name, f"the backward of {name} {CHANGES}")
         # The addition went to a copy of the parameter, and the caller's own would miss it.
         if self._functions and any(tensor.is_leaf and tensor.grad is not None for tensor in self._sources):
-            raise ReplayError(ADDED_TO_GRADIENT)
+            raise added_to_gradient()
         return written
 
     def failed(self, error: BackhaulError) -> None:
         """Keeps the functions on the trainer after an error that one of them has added to gradients."""
-        if error.message == ADDED_TO_GRADIENT and self._is_own:
+        if error.fields.get("adds_to_gradients") and self._is_own:
             for name in self._functions:
                 names.deny(name, error.message)

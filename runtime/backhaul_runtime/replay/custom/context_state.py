@@ -5,7 +5,7 @@ not share with forward, because here both are of the same objects: attributes an
 between their elements, numbers in classes and modules, and whether a lock is taken.
 """
 
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
-from backhaul_runtime.program.class_names import is_foreign
-from backhaul_runtime.program.code_identity import lines_of_class
-from backhaul_runtime.program.value_texts import constant_text
-from backhaul_runtime.replay.opaque_check import OpaqueCheck
+from backhaul_runtime.program.custom.class_names import is_foreign
+from backhaul_runtime.program.custom.code_identity import lines_of_class
+from backhaul_runtime.program.custom.value_texts import constant_text
+from backhaul_runtime.replay.custom.opaque_check import OpaqueCheck
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
 from backhaul_runtime.tensors.layout import byte_view, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunction
@@ -55,9 +55,12 @@ class _ContextState(OpaqueCheck):
     def _named(self, value: Any) -> None:
         super()._named(value)
         if isinstance(value, type):
-            self._texts += lines_of_class(value)
+            self._texts += lines_of_class(value, self._line_of)
         elif isinstance(value, ModuleType) and not is_foreign(value.__name__):
             self._constants(vars(value))
+
+    def _line_of(self, code: CodeType) -> str:
+        return str(id(code))  # before and after it is that of the same object
 
     def _function(self, value: FunctionType) -> None:
         super()._function(value)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import ReplayError
-from backhaul_runtime.program.code_identity import identity_of_class
+from backhaul_runtime.program.custom.code_identity import identity_of_class
 from backhaul_runtime.program.op_rules import rules, tensors_in, written_tensors
-from backhaul_runtime.replay.context_state import context_digest, is_changed
+from backhaul_runtime.replay.custom.context_state import context_digest, is_changed
 from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.torch_internals.generators import default_generator, states_outside_torch
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode, observe_backward

@@ -27,7 +27,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.program.class_names import is_foreign
+from backhaul_runtime.program.custom.class_names import is_foreign
 from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch

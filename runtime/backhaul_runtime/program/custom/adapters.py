@@ -19,8 +19,8 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal, SettingError
 from backhaul_runtime.process.settings import names_code
-from backhaul_runtime.program.class_names import name_of_class
-from backhaul_runtime.program.value_texts import slots_of
+from backhaul_runtime.program.custom.class_names import name_of_class
+from backhaul_runtime.program.custom.value_texts import slots_of
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, is_thin
 
 _POINTER_BYTES = 8

@@ -5,17 +5,18 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
-from backhaul_runtime.program.value_texts import constant_text
+from backhaul_runtime.program.custom.value_texts import constant_text
 
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 
 
 def code_lines(code: CodeType) -> Iterator[str]:
-    """Yields lines that are equal for equal code, wherever its file lies."""
+    """Yields lines that are equal for equal code of this process, also after it has run."""
     constants = [constant for constant in code.co_consts if not isinstance(constant, CodeType)]
     yield f"{code.co_name} {code.co_flags} {code.co_argcount} {code.co_kwonlyargcount} {code.co_posonlyargcount}"
     yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars} {code.co_cellvars}"
-    yield f"{[constant_text(constant) for constant in constants]}"
+    yield f"{code.co_exceptiontable.hex()} {code.co_linetable.hex()}"
+    yield f"{[constant_text(constant) or repr(constant) for constant in constants]}"
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from code_lines(inner)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
-from backhaul_runtime.program.bytecode import code_lines
-from backhaul_runtime.program.class_names import is_foreign, name_of_class
-from backhaul_runtime.program.code_identity import identity_of_class, lines_of_class
+from backhaul_runtime.program.custom.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
+from backhaul_runtime.program.custom.class_names import is_foreign, name_of_class
+from backhaul_runtime.program.custom.code_identity import identity_of_class, lines_of_class
+from backhaul_runtime.program.custom.source_files import place_of, why_no_place
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
@@ -86,7 +86,10 @@ class OpaqueCheck:
         """Adds all that is on the context of a custom autograd function, but not what it saves for backward."""
         given: Any = node
         # The code of the backward of an op of a library is compared here, because a handshake names ops only.
-        code = identity_of_class(given._forward_cls).digest() if is_foreign(given._forward_cls.__module__) else ""
+        identity = identity_of_class(given._forward_cls) if is_foreign(given._forward_cls.__module__) else None
+        if identity is not None and identity.obstacle:
+            raise Refusal(f"an op of a library whose backward can't be compared: {identity.obstacle}")
+        code = "" if identity is None else identity.digest()
         self._texts.append(f"{type(node).__name__} {given.needs_input_grad} {code}")
         self._visit({name: value for name, value in sorted(vars(given).items()) if name not in _APART})
 
@@ -155,7 +158,7 @@ class OpaqueCheck:
             self._visit(item)
 
     def _object(self, value: Any) -> None:
-        self._texts += [name_of_class(type(value)), *lines_of_class(type(value))]
+        self._texts += [name_of_class(type(value)), *lines_of_class(type(value), self._line_of)]
         adapter = adapter_of(type(value))
         if adapter is not None:
             self._visit(list(adapter.flatten(value)))
@@ -224,7 +227,7 @@ class OpaqueCheck:
 
     def _function(self, value: FunctionType) -> None:
         """Adds a function that was made in forward: its code, and what it has captured."""
-        self._texts += code_lines(value.__code__)
+        self._texts.append(self._line_of(value.__code__))
         self._sequence([value.__module__, value.__defaults__, value.__kwdefaults__])
         for cell in value.__closure__ or ():
             with self._counting_once(cell):
@@ -232,6 +235,12 @@ class OpaqueCheck:
                     self._visit(cell.cell_contents)
                 except ValueError:  # it is empty
                     self._texts.append("empty")
+
+    def _line_of(self, code: CodeType) -> str:
+        """Returns a text that is equal for equal code, also in another process."""
+        if not (place := place_of(code)):
+            raise Refusal(f"a custom function keeps an object whose code can't be compared: {why_no_place(code)}")
+        return place
 
     def _tensor(self, tensor: Tensor) -> None:
         if self._is_context:

@@ -1,0 +1,1 @@
+"""Records custom autograd functions and ops of other libraries: `CustomFunctions`."""

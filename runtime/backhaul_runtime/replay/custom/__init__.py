@@ -1,0 +1,1 @@
+"""Replays custom autograd functions and ops of other libraries: `CustomRuns`."""
