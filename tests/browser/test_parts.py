@@ -143,12 +143,12 @@ def test_latency(page: Page, trained: Training) -> None:
         return [
             [rpc["method"], f"{rpc['calls']:,}", f"{rpc['errors']:,}", *[in_ms(rpc[f"p{p}_ms"]) for p in (50, 90, 99)]]
             for rpc in rpcs
-            if rpc["method"] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}
+            if rpc["method"] in {"Backward", "Recompute", "Save", "PutTensors"}
         ]
 
     def shown() -> list[list[str]]:
         rows = [[row[0].split(" ")[0], *row[1:]] for row in cells(page, "#rpcs")]  # without what the RPC is for
-        return [row for row in rows if row[0] in {"Backward", "Recompute", "SaveSegment", "PutTensors"}]
+        return [row for row in rows if row[0] in {"Backward", "Recompute", "Save", "PutTensors"}]
 
     until_equal(shown, latency_rows)
 

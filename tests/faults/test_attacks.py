@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import backhaul
-from backhaul import LimitError, ProgramError, TransferError
+from backhaul import LimitError, ProgramError, SessionUnknownError, TransferError
 from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2, telemetry_pb2
 from backhaul_server.worker.engine.stored_values import ReadProgram, is_same
@@ -121,15 +121,14 @@ def test_a_session_names_only_what_it_has_sent_or_been_sent(victim: WorkerProces
     with Hostile(victim.address) as owner, Hostile(victim.address) as thief:
         program = chain("aten.sin.default", 1, 16)
         (address,) = owner.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
-        answer = thief.segments.SaveSegment(
-            segment_pb2.SaveSegmentRequest(
+        (answer,) = thief.ask(
+            save=segment_pb2.SaveRequest(
                 key=thief.key(1), program=thief.program(program), sources=[address], superseded=[address]
-            ),
-            timeout=60,
+            )
         )
-        assert list(answer.missing_tensors) == [address]  # as it is said of one that nobody has
-        fetch = segment_pb2.FetchSourcesRequest(session=thief.session, addresses=[address])
-        assert [list(fetched.tensors.chunks) for fetched in thief.segments.FetchSources(fetch, timeout=60)] == [[]]
+        assert list(answer.save.missing_tensors) == [address]  # as it is said of one that nobody has
+        fetch = segment_pb2.FetchSourcesRequest(addresses=[address])
+        assert [list(fetched.tensors.chunks) for fetched in thief.ask(fetch_sources=fetch)] == [[]]
         assert list(owner.recompute(1))[-1].tensors.chunks[0].data != b""  # what it superseded was not its own
         before = victim.telemetry().memory
         thief.ready(program, torch.tensor([3.0, 1.0, 4.0, 1.0]))
@@ -164,7 +163,7 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
         calls = []
         for _ in range(3):  # of one connection gRPC takes 32
             client = opened.enter_context(Hostile(victim.address))
-            calls += [client.segments.ShortSaves(nothing()) for _ in range(30)]
+            calls += [client.segments.Exchange(nothing()) for _ in range(30)]
         opened.callback(ended.set)
 
         def refused() -> list[Any]:
@@ -175,28 +174,57 @@ def test_streams_that_name_no_session_are_bounded(victim: WorkerProcess) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tries_names", [False, True], ids=["says nothing", "tries names"])
-def test_a_stream_that_names_no_session_is_ended(*, tries_names: bool) -> None:
+@pytest.mark.parametrize(
+    ("requests", "kind"),
+    [([], TransferError), ([segment_pb2.Request(session="guessed")], SessionUnknownError)],
+    ids=["says nothing", "tries a name"],
+)
+def test_a_stream_that_names_no_session_is_ended(
+    requests: list[segment_pb2.Request], kind: type[backhaul.BackhaulError]
+) -> None:
     ended = threading.Event()
 
-    def requests() -> Iterator[segment_pb2.SaveSegmentRequest]:
-        while not ended.wait(0.2 if tries_names else 60):
-            yield segment_pb2.SaveSegmentRequest(key=segment_pb2.OperationKey(session="guessed"))
+    def said() -> Iterator[segment_pb2.Request]:
+        yield from requests
+        ended.wait(60)
 
     with WorkerProcess("--lease", "1") as worker, Hostile(worker.address) as client, ExitStack() as after:
         after.callback(ended.set)
         with pytest.raises(grpc.RpcError) as caught:
-            list(client.segments.ShortSaves(requests()))
-        assert isinstance(error_of(caught.value), TransferError)
+            list(client.segments.Exchange(said()))
+        assert isinstance(error_of(caught.value), kind)
+
+
+def test_answers_that_nobody_reads_are_bounded(victim: WorkerProcess) -> None:
+    """A client that only sends is not read from for ever: what it sends would be answered in the worker's memory."""
+    with Hostile(victim.address) as client:
+        taken = 0
+
+        def endless() -> Iterator[segment_pb2.Request]:
+            nonlocal taken
+            missing = [number.to_bytes(16, "big") for number in range(4_000)]  # each is named in the answer, too
+            save = segment_pb2.SaveRequest(key=client.key(1), program=bytes(32), sources=missing)
+            for taken in range(1, 4_000):  # noqa: B007  counts what gRPC has taken
+                yield segment_pb2.Request(session=client.session, save=save)
+
+        memory = Memory(victim)
+        client.held.append(client.segments.Exchange(endless()))
+        before = -1
+        while not taken or taken != before:
+            before = taken
+            threading.Event().wait(2.0)
+        assert 0 < taken < 1_000
+        assert memory.peak_bytes < 64 * MIB
+        assert victim.telemetry().epoch
+    check_honest(victim)
 
 
 def test_a_backward_of_a_segment_without_outputs_is_refused(victim: WorkerProcess) -> None:
     with Hostile(victim.address) as client:
         no_outputs = replace(chain("aten.sin.default", 1, 16), outputs=())
         (address,) = client.ready(no_outputs, torch.ones(4))
-        with pytest.raises(grpc.RpcError) as caught:
-            list(client.segments.Backward(client.backward(1, address), timeout=60))
-        assert isinstance(error_of(caught.value), ProgramError)
+        with pytest.raises(ProgramError):
+            client.ask(backward=client.backward(1, address))
 
 
 @pytest.mark.slow

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import grpc
 import pytest
 import torch
 
 import backhaul
 from backhaul import ReplayError, SegmentUnknownError
-from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul_proto.v1 import segment_pb2, session_pb2
 from backhaul_runtime.program.program import Node, SourceRef
 from conftest import QUIET, wait_until
@@ -44,9 +42,9 @@ def step(session: backhaul.Session) -> backhaul.Report:
 
 
 def error_from(call: Any) -> backhaul.BackhaulError:
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises(backhaul.BackhaulError) as caught:
         list(call)
-    return error_of(caught.value)
+    return caught.value
 
 
 def close(client: Hostile) -> None:
@@ -54,8 +52,7 @@ def close(client: Hostile) -> None:
 
 
 def release(client: Hostile) -> None:
-    request = segment_pb2.ReleaseSegmentsRequest(keys=[client.key(1)])
-    client.segments.ReleaseSegments(request, timeout=60)
+    client.ask(release=segment_pb2.ReleaseRequest(keys=[client.key(1)]))
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from google.protobuf.message import Message
 from torch import nn
 
 import backhaul
@@ -18,12 +18,7 @@ from support.bits import differing, plainly
 from support.flips import on_every_channel
 from support.processes import WorkerProcess
 
-ANSWERS: dict[str, type[Message]] = {
-    "Backward": segment_pb2.BackwardResponse,
-    "ShortBackwards": segment_pb2.BackwardResponse,
-    "Ahead": segment_pb2.AheadResponse,
-    "Recompute": segment_pb2.RecomputeResponse,
-}
+ANSWERS = {"backward", "recompute", "pushed"}
 Change = Callable[[Any], object]
 
 
@@ -42,12 +37,12 @@ class Liar:
     def __call__(self, direction: str, method: str, data: bytes) -> bytes:
         if direction == "up" or method not in ANSWERS:
             return data
-        message: Message = ANSWERS[method].FromString(data)
+        message = segment_pb2.Answer.FromString(data)
         message.ClearField("checksum")
-        for answer in (message, *getattr(message, "more", ())):
-            if answer.HasField("result"):
-                self.lies += 1
-                self.change(answer)
+        for answer in (message, *message.more):
+            self.lies += 1
+            result = getattr(answer, answer.WhichOneof("answer") or "")
+            self.change(SimpleNamespace(message=answer, result=result, tensors=answer.tensors))
         return serialize(message)
 
 

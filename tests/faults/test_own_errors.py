@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +30,7 @@ from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import SourceLedger
-from backhaul_runtime.sealing import sealed
+from backhaul_runtime.wire.splicing import encode_all
 from conftest import QUIET
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -188,15 +187,13 @@ def test_the_sending_thread_survives_errors(
 
 
 def test_a_request_that_cannot_be_encoded_is_a_fallback(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(parts: list[bytes]) -> bytes:
-        if isinstance(sys._getframe(1).f_locals.get("message"), segment_pb2.RecomputeRequest):
+    def failing(batches: Any, number: int, request: segment_pb2.Request) -> Any:
+        if request.HasField("recompute"):
             raise InjectedError("injected")
-        return sealed(parts)
+        return encode_all(batches, number, request)
 
     plain = expected()
-    monkeypatch.setattr("backhaul_runtime.wire.splicing.sealed", failing)
-    # Its record of the error would keep the frames of backward, and with them the segments.
-    monkeypatch.setattr(logging.getLogger("grpc._common"), "disabled", True)
+    monkeypatch.setattr("backhaul._worker_client.connection.exchange.encode_all", failing)
     ours = gradients(lambda block, x: session.checkpoint(block, x, returns="activations"))
     monkeypatch.undo()
     assert differing(ours, plain) == []

@@ -198,23 +198,20 @@ def attack(wire: Wire, nodes: tuple[Node, ...]) -> BackhaulError:
     wire.put(*batches(map(outgoing, tensors)))
     request = program_pb2.PutProgramRequest(session=wire.session, program=program_of(nodes))
     address = wire.programs.PutProgram(request, timeout=60).address
-    key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)
+    key = segment_pb2.OperationKey(segment=1, backward=1)
     states = [torch.Generator().get_state().numpy().tobytes()] * sum(node.draws for node in nodes)
-    saved = wire.segments.SaveSegment(
-        segment_pb2.SaveSegmentRequest(
-            key=key, program=address, sources=list(map(address_of, tensors)), generator_states=states
-        ),
-        timeout=60,
+    save = segment_pb2.SaveRequest(
+        key=key, program=address, sources=list(map(address_of, tensors)), generator_states=states
     )
-    assert not saved.program_missing
-    assert not saved.missing_tensors
+    (answer,) = wire.ask(save=save)
+    assert answer.save == segment_pb2.SaveResult()
     try:
-        error = refused(lambda: list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
+        error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
         held = fetched(wire, *map(address_of, tensors))  # by address, which is compared
         assert len(held) == len(tensors)
         return error
     finally:
-        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
+        wire.ask(release=segment_pb2.ReleaseRequest(keys=[key]))
 
 
 @pytest.mark.parametrize("nodes", ATTACKS.values(), ids=ATTACKS.keys())

@@ -1,20 +1,21 @@
 """Hostile or damaged messages to a real worker, and trainers that use more than their share."""
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
 import torch
 from google.protobuf.descriptor import MethodDescriptor
-from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 import backhaul
 from backhaul import BudgetError, ProgramError, SegmentUnknownError, SessionUnknownError, TransferError, WorkerLostError
-from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.answers.answer_stream import AnswerStream, Messages
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul._worker_client.connection.stubs import Stubs
@@ -24,6 +25,7 @@ from backhaul_proto.v1 import (
     session_pb2,
     tensor_pb2,
 )
+from backhaul_runtime.errors import from_bytes
 from backhaul_runtime.program.codec import encode_program, encode_state
 from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
@@ -38,7 +40,7 @@ from conftest import QUIET, QUIET_S, wait_until
 from support.bits import grad_of
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
-from support.wire import METHODS, Services, plain
+from support.wire import METHODS, Asked, Services, plain
 
 
 class Wire:
@@ -69,12 +71,18 @@ class Wire:
         address = self.programs.PutProgram(request, timeout=60).address
         self.last_program = address
         self.put(*batches([outgoing(x)]))
-        key = segment_pb2.OperationKey(session=self.session, segment=number, backward=1)
-        saved = segment_pb2.SaveSegmentRequest(key=key, program=address, sources=[address_of(x)])
-        answer = self.segments.SaveSegment(saved, timeout=60)
-        assert not answer.program_missing
-        assert not answer.missing_tensors
+        key = segment_pb2.OperationKey(segment=number, backward=1)
+        (answer,) = self.ask(save=segment_pb2.SaveRequest(key=key, program=address, sources=[address_of(x)]))
+        assert answer.save == segment_pb2.SaveResult()
         return key
+
+    def ask(self, **request: Any) -> list[segment_pb2.Answer]:
+        """The answer to one request of an exchange."""
+        return list(self.asked(**request))
+
+    def asked(self, **request: Any) -> Asked:
+        """The same, as it arrives."""
+        return Asked(self.segments, self.session, **request)
 
 
 @pytest.fixture
@@ -86,9 +94,13 @@ def wire(worker: WorkerProcess) -> Iterator[Wire]:
 
 
 def refused(call: Callable[..., object], *args: Any, **kwargs: Any) -> backhaul.BackhaulError:
-    with pytest.raises(grpc.RpcError) as caught:
+    with pytest.raises((grpc.RpcError, backhaul.BackhaulError)) as caught:
         call(*args, **kwargs)
-    return error_of(caught.value)
+    return (
+        error_of(caught.value)
+        if isinstance(caught.value, grpc.RpcError)
+        else cast(backhaul.BackhaulError, caught.value)
+    )
 
 
 def outgoing(tensor: torch.Tensor) -> OutgoingTensor:
@@ -111,10 +123,6 @@ def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: W
     assert worker.telemetry().memory.cached_bytes == before
 
 
-ANSWERED = ("ShortSaves", "ShortBackwards")
-"""Streams that answer a refused request without an error: the unary method reports the error."""
-
-
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescriptor, wire: Wire) -> None:
     kind = (False, False), (False, True), (True, False), (True, True)
@@ -128,12 +136,9 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
         answer = call(iter([data]) if method.client_streaming else data, timeout=60)
         return list(answer) if method.server_streaming else [answer]
 
-    if method.name in ANSWERED:
-        assert answers() != []
-    else:
-        error = refused(answers)
-        assert isinstance(error, TransferError)
-        assert "do not fit its checksum: it was damaged on the way" in error.message
+    error = refused(answers)
+    assert isinstance(error, TransferError)
+    assert "do not fit its checksum: it was damaged on the way" in error.message
 
 
 def test_contents_under_another_address_are_refused(wire: Wire) -> None:
@@ -159,53 +164,59 @@ def test_a_terabyte_is_refused_when_it_is_declared(wire: Wire) -> None:
 
 @pytest.mark.parametrize("session", ["", "0" * 32, "../../etc/passwd", "\0"])
 def test_the_id_of_a_session_is_a_secret(session: str, wire: Wire) -> None:
-    key = segment_pb2.OperationKey(session=session, segment=1)
+    key = segment_pb2.OperationKey(segment=1)
     (batch,) = batches([outgoing(torch.ones(4))])
-    for call, request in (
-        (wire.programs.PutProgram, program_pb2.PutProgramRequest(session=session)),
-        (wire.segments.SaveSegment, segment_pb2.SaveSegmentRequest(key=key)),
-        (wire.segments.ReleaseSegments, segment_pb2.ReleaseSegmentsRequest(keys=[key])),
-    ):
-        assert isinstance(refused(call, request, timeout=60), SessionUnknownError)
+    program = program_pb2.PutProgramRequest(session=session)
+    assert isinstance(refused(wire.programs.PutProgram, program, timeout=60), SessionUnknownError)
     assert isinstance(refused(wire.put, batch, session=session), SessionUnknownError)
-    streams: list[tuple[Any, Message]] = [
-        (wire.segments.Backward, segment_pb2.BackwardRequest(key=key)),
-        (wire.segments.Recompute, segment_pb2.RecomputeRequest(key=key)),
-        (wire.segments.CollectGradients, segment_pb2.CollectGradientsRequest(session=session)),
-        (wire.segments.FetchSources, segment_pb2.FetchSourcesRequest(session=session)),
+    requests: list[dict[str, Any]] = [
+        {"save": segment_pb2.SaveRequest(key=key)},
+        {"backward": segment_pb2.BackwardRequest(key=key)},
+        {"recompute": segment_pb2.RecomputeRequest(key=key)},
+        {"release": segment_pb2.ReleaseRequest(keys=[key])},
+        {"collect_gradients": segment_pb2.CollectGradientsRequest()},
+        {"fetch_sources": segment_pb2.FetchSourcesRequest()},
     ]
-    for stream, asked in streams:
-        assert isinstance(refused(lambda s=stream, a=asked: next(s(a, timeout=60))), SessionUnknownError)
+    for request in requests:
+        assert isinstance(refused(next, Asked(wire.segments, session, **request)), SessionUnknownError)
 
 
-def test_a_save_on_a_stream_says_what_it_took_and_goes_on(wire: Wire, worker: WorkerProcess) -> None:
+def test_a_request_that_is_refused_says_what_it_took_and_the_stream_goes_on(wire: Wire, worker: WorkerProcess) -> None:
     (batch,) = batches([outgoing(torch.randn(4))])
     damaged = tensor_pb2.TensorBatch.FromString(batch.SerializeToString())
     damaged.chunks[0].data = bytes(16)
-    key = segment_pb2.OperationKey(session=wire.session, segment=1)
-    nobody = segment_pb2.OperationKey(session="0" * 32, segment=1)
+    key = segment_pb2.OperationKey(segment=1)
     (address,) = [declaration.address for declaration in batch.declarations]
+    named = segment_pb2.SaveRequest(key=key, program=bytes(16), sources=[address])
+    late = segment_pb2.SaveRequest(key=key, after_release=0)
+    wire.ask(release=segment_pb2.ReleaseRequest(number=1))
+    named.after_release = 1
     before = worker.telemetry().memory.cached_bytes
-    answers = wire.segments.ShortSaves(
-        iter(
-            [
-                segment_pb2.SaveSegmentRequest(key=nobody, tensors=batch),
-                segment_pb2.SaveSegmentRequest(key=key, tensors=damaged),
-                segment_pb2.SaveSegmentRequest(key=key, program=bytes(16), sources=[address]),
-                segment_pb2.SaveSegmentRequest(key=key, program=bytes(16), sources=[address], tensors=batch),
-            ]
-        ),
-        timeout=60,
-    )
-    refusals = [
-        (answer.refused, list(answer.stored), answer.program_missing, list(answer.missing_tensors))
-        for answer in answers
-    ]
+
+    def in_turn() -> Iterator[segment_pb2.Request]:
+        for request in (
+            segment_pb2.Request(session=wire.session),
+            segment_pb2.Request(session="0" * 32, save=named, tensors=batch),
+            segment_pb2.Request(save=named, tensors=damaged),
+            segment_pb2.Request(save=named),
+            segment_pb2.Request(save=late, tensors=batch),
+            segment_pb2.Request(save=named),
+        ):
+            yield request
+            answered.acquire(timeout=60)
+
+    answered, refusals = threading.Semaphore(0), []
+    for answer in wire.segments.Exchange(in_turn(), timeout=60):
+        error = from_bytes(answer.error or answer.save.error)
+        refusals.append((answer.number, type(error), list(answer.save.stored), list(answer.save.missing_tensors)))
+        answered.release()
     assert refusals == [
-        (True, [], False, []),
-        (True, [], False, []),
-        (False, [], True, [address]),
-        (False, [address], True, []),
+        (1, TransferError, [], []),
+        (2, TransferError, [], []),
+        (3, TransferError, [], []),
+        (4, type(None), [], [address]),
+        (5, SegmentUnknownError, [address], []),
+        (6, type(None), [], []),
     ]
     assert worker.telemetry().memory.cached_bytes > before
 
@@ -217,13 +228,13 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
     key.segment = 2
     (unnamed,) = batches([OutgoingTensor.of(x)])
     for sources, missing in (([b""], []), ([b"", b""], [b""])):
-        request = segment_pb2.SaveSegmentRequest(key=key, program=program, sources=sources, tensors=unnamed)
-        answer = wire.segments.SaveSegment(request, timeout=60)
-        assert list(answer.missing_tensors) == missing
+        request = segment_pb2.SaveRequest(key=key, program=program, sources=sources)
+        (answer,) = wire.ask(save=request, tensors=unnamed)
+        assert list(answer.save.missing_tensors) == missing
         key.segment += 1
     key.segment = 2
-    answers = list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
-    assert answers[-1].result.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
+    answers = wire.ask(recompute=segment_pb2.RecomputeRequest(key=key))
+    assert answers[-1].recompute.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
@@ -231,24 +242,21 @@ def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
     assert isinstance(refused(wire.programs.PutProgram, request, timeout=60), ProgramError)
 
 
-def test_a_save_that_arrives_after_its_release_is_refused_on_both_ways(wire: Wire) -> None:
+def test_a_save_that_arrives_after_its_release_is_refused(wire: Wire) -> None:
     x = torch.randn(4)
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
-    save = segment_pb2.SaveSegmentRequest(key=key, program=wire.last_program, sources=[address_of(x)], after_release=6)
-    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key], number=7), timeout=60)
-    assert isinstance(refused(wire.segments.SaveSegment, save, timeout=60), SegmentUnknownError)
-    assert [answer.refused for answer in wire.segments.ShortSaves(iter([save]), timeout=60)] == [True]
-    error = refused(lambda: next(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
+    save = segment_pb2.SaveRequest(key=key, program=wire.last_program, sources=[address_of(x)], after_release=6)
+    wire.ask(release=segment_pb2.ReleaseRequest(keys=[key], number=7))
+    assert isinstance(refused(wire.ask, save=save), SegmentUnknownError)
+    error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
     assert isinstance(error, SegmentUnknownError)
 
 
 def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:
     for number in (1, 1 << 60):
-        key = segment_pb2.OperationKey(session=wire.session, segment=number)
-        wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
-        error = refused(
-            lambda key=key: next(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60))
-        )
+        key = segment_pb2.OperationKey(segment=number)
+        wire.ask(release=segment_pb2.ReleaseRequest(keys=[key]))
+        error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
         assert error.message == f"this worker has no segment {number} of this session"
 
 
@@ -259,9 +267,9 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
     address = wire.programs.PutProgram(
         program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=60
     ).address
-    key = segment_pb2.OperationKey(session=wire.session, segment=1, backward=1)
-    wire.segments.SaveSegment(segment_pb2.SaveSegmentRequest(key=key, program=address), timeout=60)
-    error = refused(lambda: list(wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key), timeout=60)))
+    key = segment_pb2.OperationKey(segment=1, backward=1)
+    wire.ask(save=segment_pb2.SaveRequest(key=key, program=address))
+    error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
     assert isinstance(error, backhaul.ReplayError)
     assert own_worker.telemetry().memory.resident_bytes < 1 << 30
     wire.close()
@@ -283,7 +291,7 @@ def chain(op: str, length: int, size_bytes: int) -> list[Node]:
 def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
     key = wire.save(1, chain("aten.tanh.default", 5, x.nbytes), 5, x)
-    answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=range(5)), timeout=60)
+    answer = wire.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=range(5)))
     received = 0
     for message in answer:
         if not received and message.HasField("tensors"):
@@ -299,7 +307,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
 def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usual_limits: None) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
     key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
-    hogged = hog.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0]), timeout=60)
+    hogged = hog.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=[0]))
     assert next(hogged).HasField("progress")
     with backhaul.connect(own_worker.address, settings=QUIET) as session:
         started = time.monotonic()
@@ -318,13 +326,13 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     answers, errors = [], []
     for number in range(20):
         key = wire.save(number, chain("aten.tanh.default", 2, x.nbytes), 2, x)
-        answer = wire.segments.Recompute(segment_pb2.RecomputeRequest(key=key, positions=[0, 1]), timeout=60)
+        answer = wire.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=[0, 1]))
         answers.append(answer)
         try:
-            while not next(answer).HasField("result"):
+            while not next(answer).HasField("recompute"):
                 pass
-        except grpc.RpcError as error:
-            errors.append(error_of(error))
+        except backhaul.BackhaulError as error:
+            errors.append(error)
     assert len(errors) == 4
     assert all(isinstance(error, BudgetError) for error in errors)
     for answer in answers:
@@ -333,8 +341,7 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
 
 def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
     receiver = TensorReceiver()
-    request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=addresses)
-    for answer in wire.segments.FetchSources(request, timeout=60):
+    for answer in wire.ask(fetch_sources=segment_pb2.FetchSourcesRequest(addresses=addresses)):
         receiver.add(answer.tensors)
     assert all(address in addresses for address in receiver.addresses())
     return [tensor for _, tensor in receiver.stored()]
@@ -348,7 +355,7 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
     assert [torch.equal(tensor, x) for tensor in fetched(wire, *addresses)] == [True]
     assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
-    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
+    wire.ask(release=segment_pb2.ReleaseRequest(keys=[key]))
     assert fetched(wire, address_of(x)) == []
     other.close()
     other.channel.close()
@@ -358,13 +365,13 @@ def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: W
 def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
     key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
-    request = segment_pb2.FetchSourcesRequest(session=wire.session, addresses=[address_of(x)])
-    answers = [wire.segments.FetchSources(request, timeout=60) for _ in range(16)]
+    request = segment_pb2.FetchSourcesRequest(addresses=[address_of(x)])
+    answers = [wire.asked(fetch_sources=request) for _ in range(16)]
     receivers = [TensorReceiver() for _ in answers]
     for receiver, answer in zip(receivers, answers, strict=True):
         receiver.add(next(answer).tensors)
-    assert isinstance(refused(lambda: next(wire.segments.FetchSources(request, timeout=60))), BudgetError)
-    wire.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[key]), timeout=60)
+    assert isinstance(refused(wire.ask, fetch_sources=request), BudgetError)
+    wire.ask(release=segment_pb2.ReleaseRequest(keys=[key]))
     assert own_worker.telemetry().memory.segment_bytes >= x.nbytes
     for message in answers.pop():
         receivers[-1].add(message.tensors)
@@ -378,25 +385,20 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
 
 
 def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
-    class Call(list[Any]):
-        def cancel(self) -> None:
-            pass
-
-    messages = [
-        segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult()),
-        segment_pb2.FetchSourcesResponse(),
+    parts = [
+        segment_pb2.Answer(fetch_sources=segment_pb2.FetchSourcesResult(), tensor_count=1),
+        segment_pb2.Answer(),
     ]
-    answer = Call(TensorMessage(message, None, 0) for message in messages)
-    stream: AnswerStream[Any] = AnswerStream(
-        lambda *_, **__: answer, segment_pb2.FetchSourcesRequest(), lambda: 0.0, QUIET_S
-    )
+    messages = iter([TensorMessage(part, None, 0) for part in parts])
+    pending = cast(Messages, SimpleNamespace(next=lambda _: next(messages), close=lambda: None))
+    stream = AnswerStream(pending, lambda: 0.0)
     stream.result()
     with pytest.raises(WorkerLostError, match="takes too long to send"):
         stream.rest(time.monotonic())
     stream.close()
 
 
-def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire: Wire) -> None:
+def test_answers_come_as_they_are_ready_whatever_their_size(wire: Wire) -> None:
     def backward(number: int, x: torch.Tensor) -> segment_pb2.BackwardRequest:
         gradient = torch.ones_like(x)
         (batch, *more) = batches([outgoing(gradient)])
@@ -409,27 +411,40 @@ def test_a_short_cut_answers_what_is_short_and_leaves_the_rest_to_the_call(wire:
             ),
         )
 
-    small, large = torch.randn(4, requires_grad=True), torch.randn(1 << 19, requires_grad=True)
-    unknown = segment_pb2.BackwardRequest(key=segment_pb2.OperationKey(session=wire.session, segment=99))
-    requests = [unknown, backward(1, small.detach()), backward(2, large.detach())]
-    _, short, empty = answers = list(wire.segments.ShortBackwards(iter(requests), timeout=60))
-    assert [answer.HasField("result") for answer in answers] == [False, True, False]
-    assert [field.name for field, _ in empty.ListFields()] == ["checksum"]
-    called = wire.segments.Backward(requests[2], timeout=60)
-    for x, answers in ((small, [short]), (large, called)):
-        receiver = TensorReceiver()
-        for answer in answers:
-            receiver.add(answer.tensors)
+    xs = [torch.randn(size, requires_grad=True) for size in (4, 1 << 19, 4)]
+    unknown = segment_pb2.BackwardRequest(key=segment_pb2.OperationKey(segment=99))
+    asked = [unknown, *(backward(number, x.detach()) for number, x in enumerate(xs, 1))]
+    requests = [segment_pb2.Request(session=wire.session, backward=request) for request in asked]
+    answers: dict[int, list[segment_pb2.Answer]] = {}
+    for answer in wire.segments.Exchange(iter(requests), timeout=60):
+        answers.setdefault(answer.number, []).append(answer)
+    assert [answers[1][0].HasField("error"), len(answers[1])] == [True, 1]
+    for number, x in enumerate(xs, 2):
+        receiver, parts = TensorReceiver(), [part for part in answers[number] if not part.HasField("progress")]
+        assert {part.key.segment for part in parts} == {number - 1}
+        assert [part.tensor_count for part in parts] == [1] + [0] * (len(parts) - 1)
+        for part in parts:
+            receiver.add(part.tensors)
         assert torch.equal(*receiver.tensors(), *torch.autograd.grad(x.tanh().sum(), x))
 
 
-def test_what_comes_ahead_ends_with_its_session_and_with_another_that_asks(wire: Wire) -> None:
-    request = segment_pb2.AheadRequest(session=wire.session)
-    calls = [wire.segments.Ahead(request, timeout=60) for _ in range(2)]
-    wait_until(lambda: [call.done() for call in calls].count(True) == 1, "one makes way for the other")
-    assert list(wire.segments.Ahead(segment_pb2.AheadRequest(session="nobody's"), timeout=60)) == []
+def test_what_is_pushed_goes_to_the_last_stream_that_takes_it(wire: Wire) -> None:
+    """The other one is only without pushes from then on, and a session's end ends neither."""
+    ended = threading.Event()
+
+    def requests() -> Iterator[segment_pb2.Request]:
+        release = segment_pb2.ReleaseRequest(number=1)
+        yield segment_pb2.Request(session=wire.session, pushes_taken=0, release=release)
+        ended.wait(60)
+        yield segment_pb2.Request(release=release)
+
+    calls = [wire.segments.Exchange(requests(), timeout=60) for _ in range(2)]
+    assert [next(call).HasField("release") for call in calls] == [True, True]
     wire.close()
-    assert [list(call) for call in calls] == [[], []]
+    ended.set()
+    for call in calls:
+        (refused,) = [from_bytes(answer.error) for answer in call]
+        assert isinstance(refused, SessionUnknownError)
 
 
 @pytest.mark.slow
@@ -470,5 +485,6 @@ def test_a_call_on_a_closed_channel_is_an_error_of_ours() -> None:
     channel.close()
     with pytest.raises(WorkerLostError):
         call_unary(stubs.sessions.KeepSession, session_pb2.KeepSessionRequest(), 1.0)
-    with pytest.raises(WorkerLostError):
-        AnswerStream(stubs.segments.Recompute, segment_pb2.RecomputeRequest(), lambda: 1.0, 1.0)
+    for is_large in (False, True):
+        with pytest.raises(WorkerLostError):
+            stubs.exchange.ask(segment_pb2.Request(session="any"), is_large=is_large)

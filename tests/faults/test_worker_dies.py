@@ -199,7 +199,7 @@ def test_killed_with_copies_of_nothing(moment: str) -> None:
             if moment != "backward":
                 settle(session)  # what has not been sent yet is not lost
             worker.kill()
-            session._workers[0].connection._stubs.pushed_results.close()  # with what came before it was asked for
+            session._workers[0].connection._stubs.exchange.close()  # with what came before it was asked for
 
         with pytest.raises(backhaul.SegmentLostError, match=r"test_worker_dies\.py:\d+, is lost") as caught:
             train_through(session, "gradients", moment, lose, "none")

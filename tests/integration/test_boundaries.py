@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ import backhaul
 from backhaul import Session
 from backhaul._accumulate.plan import Shares
 from backhaul._backward.remote_side import StoredGradient
-from backhaul._worker_client.connection.grpc_errors import error_of
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, ReplayError, SegmentUnknownError
@@ -22,7 +20,7 @@ from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.wire.layout_codec import encode_layout
 from conftest import QUIET, quiet
 from support.bits import Checkpoint, differing, plainly
-from support.hostile import TIMEOUT_S, Hostile, chain
+from support.hostile import Hostile, chain
 from support.processes import WorkerProcess
 
 SEGMENTS, WIDTH, ROWS, MICRO_BATCHES = 6, 128, 256, 3
@@ -157,20 +155,21 @@ SINE = chain("aten.sin.default", 1, 16)
 def save(client: Hostile, segment: int, address: bytes, *, origin: int = 0, output: int = 0) -> Any:
     """Saves a sine; with `origin`, of that segment's output."""
     before = segment_pb2.Predecessor(segment=origin, output=output, derived=encode_layout(layout_of(torch.ones(4))))
-    request = segment_pb2.SaveSegmentRequest(
+    request = segment_pb2.SaveRequest(
         key=client.key(segment),
         program=client.program(SINE),
         sources=[address],
         predecessors=[before] if origin else [],
     )
-    return client.segments.SaveSegment(request, timeout=TIMEOUT_S)
+    (answer,) = client.ask(save=request)
+    return answer.save
 
 
 def error_of_backward(client: Hostile, segment: int) -> BackhaulError | None:
     (gradient,) = client.put(torch.ones(4))
-    with pytest.raises(grpc.RpcError) as caught:
-        list(client.segments.Backward(client.backward(segment, gradient), timeout=TIMEOUT_S))
-    return error_of(caught.value)
+    with pytest.raises(BackhaulError) as caught:
+        client.ask(backward=client.backward(segment, gradient))
+    return caught.value
 
 
 @pytest.mark.parametrize(("origin", "output"), [(7, 0), (2, 0), (1, 1)], ids=["unknown", "itself", "no such output"])
@@ -195,5 +194,5 @@ def test_a_segment_behind_a_released_one_is_an_error(worker: WorkerProcess) -> N
         (x,) = client.put(torch.ones(4))
         save(client, 1, x)
         assert not save(client, 2, address_of(torch.zeros(4)), origin=1).missing_tensors
-        client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[client.key(1)]), timeout=TIMEOUT_S)
+        client.ask(release=segment_pb2.ReleaseRequest(keys=[client.key(1)]))
         assert isinstance(error_of_backward(client, 2), SegmentUnknownError)

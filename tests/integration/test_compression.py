@@ -19,7 +19,7 @@ from conftest import QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
 from support.blocks import loop
 from support.processes import WorkerProcess, in_order
-from support.wire import Services
+from support.wire import Asked, Services
 
 WIDTH, ROWS, SEGMENTS, STEPS = 64, 8, 3, 5
 WEIGHT_BYTES = SEGMENTS * 2 * WIDTH * 4 * WIDTH
@@ -184,10 +184,11 @@ def test_a_worker_that_no_longer_has_the_base_gets_the_whole_tensor(
     bases = [version.address for version in uploader._compression._versions.values() if version.address]
     assert all(map(partial(uploader.stored.knows, worker_session), bases))
     with grpc.insecure_channel(worker.address) as channel:
-        key = segment_pb2.OperationKey(session=worker_session.session, segment=1 << 40)
+        key = segment_pb2.OperationKey(segment=1 << 40)
         # Releases of the session must not overtake it.
-        request = segment_pb2.SaveSegmentRequest(key=key, superseded=bases, after_release=1 << 40)
-        assert Services(channel).segments.SaveSegment(request, timeout=60).program_missing
+        request = segment_pb2.SaveRequest(key=key, superseded=bases, after_release=1 << 40)
+        (answer,) = Asked(Services(channel).segments, worker_session.session, save=request)
+        assert answer.save.program_missing
     ours.run(session.checkpoint, 1)
     report = session.report()
     assert report.fallbacks == 0

@@ -154,7 +154,7 @@ def test_a_token_is_nowhere_to_be_seen(
                 session.config,
                 session.report(),
                 connection,
-                connection.stubs(connection.up).segments.Backward,
+                connection.stubs(connection.up).segments.Exchange,
             ]
             seen = "".join(f"{thing!r}{thing}" for thing in shown)
             with pytest.raises(CredentialError) as caught:

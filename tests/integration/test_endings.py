@@ -223,7 +223,7 @@ def test_a_release_that_was_damaged_is_sent_again(worker: WorkerProcess) -> None
 
     def damage(direction: str, method: str, data: bytes) -> bytes:
         nonlocal damaged
-        if (direction, method) != ("up", "ReleaseSegments") or damaged == 2:  # a damaged request is repeated once
+        if (direction, method) != ("up", "release") or damaged == 2:  # a damaged request is repeated once
             return data
         damaged += 1
         return data[:-1] + bytes([data[-1] ^ 1])

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 import backhaul
-from backhaul import Session
+from backhaul import SegmentUnknownError, Session
 from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET, quiet, settle, wait_until
 from support.nursery import ForkedCommand
 from support.processes import WorkerProcess
-from support.wire import Services
+from support.wire import Asked, Services
 
 FAILING = (
     "import sys\n"
@@ -107,9 +107,9 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
             settle(session)
             worker_session = session._workers[0].connection.up
             assert worker_session is not None
-            key = segment_pb2.OperationKey(session=worker_session.session, segment=999)
-            with pytest.raises(grpc.RpcError):
-                list(Services(wire).segments.Recompute(segment_pb2.RecomputeRequest(key=key)))
+            request = segment_pb2.RecomputeRequest(key=segment_pb2.OperationKey(segment=999))
+            with pytest.raises(SegmentUnknownError):
+                next(Asked(Services(wire).segments, worker_session.session, recompute=request))
         logged = worker.end()
     (line,) = named(lines(logged), "refused: SegmentUnknownError")
     assert (line["level"], line["session"]) == ("DEBUG", session.run)

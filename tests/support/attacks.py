@@ -25,12 +25,13 @@ from backhaul_proto.v1 import (
     telemetry_pb2,
     tensor_pb2,
 )
+from backhaul_runtime.errors import BackhaulError
 from backhaul_runtime.program.program import Node, Program, RecordedChoice, SourceRef
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES, MAX_NAME
 from backhaul_runtime.wire.region_offers import SharedMemoryRequest
 from backhaul_runtime.wire.splicing import field_of
-from support.hostile import MIB, OPTIONS, TIMEOUT_S, Hostile, Stalled, chain, of_nodes, seal
-from support.wire import Services
+from support.hostile import MIB, OPTIONS, REFUSED, TIMEOUT_S, Hostile, Stalled, chain, of_nodes, seal
+from support.wire import Asked, Services
 
 
 def _ignoring_number(attempt: Callable[[], object], _: int) -> None:
@@ -42,7 +43,9 @@ def over_and_over(times: int, attempt: Callable[[int], object]) -> None:
     for number in range(times):
         try:
             attempt(number)
-        except grpc.RpcError as error:
+        except REFUSED as error:
+            if isinstance(error, BackhaulError):
+                continue
             assert error.code() is not grpc.StatusCode.UNAVAILABLE, f"after {number}: {error.details()}"
 
 
@@ -81,7 +84,7 @@ def programs(client: Hostile, times: int) -> None:
 
     def attempt(number: int) -> None:
         for index, program in enumerate(shapes(number)):
-            with contextlib.suppress(grpc.RpcError):
+            with contextlib.suppress(*REFUSED):
                 client.save(10 * number + index, client.program(program), addresses)
 
     over_and_over(times, attempt)
@@ -185,16 +188,12 @@ def long_lists(client: Hostile, times: int) -> None:
         ),
         lambda: list(client.recompute(1, positions=range(8_192))),
         lambda: list(client.recompute(1, upcoming_segments=[1] * 64)),
-        lambda: list(client.segments.Backward(client.backward(1, address, slots=[segment_pb2.Slot()] * 8_192))),
-        lambda: client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[client.key(9)] * 1_024)),
-        lambda: client.segments.ReleaseSegments(
-            segment_pb2.ReleaseSegmentsRequest(commits=segment_pb2.Commits(first=1, backwards=[client.key(9)] * 4_096))
+        lambda: client.ask(backward=client.backward(1, address, slots=[segment_pb2.Slot()] * 8_192)),
+        lambda: client.ask(release=segment_pb2.ReleaseRequest(keys=[client.key(9)] * 1_024)),
+        lambda: client.ask(
+            release=segment_pb2.ReleaseRequest(commits=segment_pb2.Commits(first=1, backwards=[client.key(9)] * 4_096))
         ),
-        lambda: list(
-            client.segments.FetchSources(
-                segment_pb2.FetchSourcesRequest(session=client.session, addresses=[*many[:255], address])
-            )
-        ),
+        lambda: client.ask(fetch_sources=segment_pb2.FetchSourcesRequest(addresses=[*many[:255], address])),
     ]
     head = tensor_pb2.PutTensorsRequest(session=client.session).SerializeToString()
     declared = tensor_pb2.TensorDeclaration(
@@ -217,17 +216,18 @@ def long_lists(client: Hostile, times: int) -> None:
             field_of(1, declared) + b"\x12\x00" * 2_000,
         )
     ]
-    for path, first in (
-        ("SegmentService/SaveSegment", segment_pb2.SaveSegmentRequest(key=client.key(3))),
-        ("SegmentService/Backward", client.backward(1, address)),
-        ("SegmentService/ReleaseSegments", segment_pb2.ReleaseSegmentsRequest()),
+    named = segment_pb2.Request(session=client.session).SerializeToString()
+    call: Any = client.channel.unary_stream("/backhaul_proto.v1.SegmentService/Exchange", seal)
+    for number, first in (
+        (segment_pb2.Request.SAVE_FIELD_NUMBER, segment_pb2.SaveRequest(key=client.key(3))),
+        (segment_pb2.Request.BACKWARD_FIELD_NUMBER, client.backward(1, address)),
+        (segment_pb2.Request.RELEASE_FIELD_NUMBER, segment_pb2.ReleaseRequest()),
     ):
-        call: Any = client.channel.unary_stream(f"/backhaul_proto.v1.{path}", seal)
         encoded = first.SerializeToString()
         for tag in (b"\x0a\x00", b"\x42\x00", b"\x5a\x00", b"\x3a\x00", b"\x12\x00"):
             for size in (MIB, 2 * MIB - 1_000, 4 * MIB - 1_000):
                 data = encoded + tag * ((size - len(encoded)) // 2)
-                attempts.append(partial(read_all, call, data))
+                attempts.append(partial(read_all, call, named + field_of(number, data)))
     over_and_over(len(attempts) * times, lambda n: attempts[n % len(attempts)]())
 
 
@@ -240,11 +240,9 @@ def open_streams(client: Hostile, times: int) -> None:
         open_ended.wait(TIMEOUT_S)
 
     for _ in range(20 * times):
-        request = segment_pb2.AheadRequest(session=client.session)
-        client.held.append(client.segments.Ahead(request))
-        saving = segment_pb2.SaveSegmentRequest(key=client.key(1))
-        client.held.append(client.segments.ShortSaves(silent(saving)))
-        client.held.append(client.segments.ShortBackwards(silent(client.backward(1, b""))))
+        for more in ({}, {"pushes_taken": 0}, {"backward": client.backward(1, b"")}):
+            request = segment_pb2.Request(session=client.session, **more)
+            client.held.append(client.segments.Exchange(silent(request)))
         client.held.append(
             client.tensors.PutTensors.future(silent(tensor_pb2.PutTensorsRequest(session=client.session)))
         )
@@ -264,16 +262,16 @@ def unread_answers(client: Hostile, times: int) -> None:
         client.held += [way, channel]
         services = Services(channel)
         segments, telemetry = services.segments, services.telemetry
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(*REFUSED):
             telemetry.GetTelemetry(telemetry_pb2.GetTelemetryRequest(), timeout=TIMEOUT_S)
         way.is_deaf = True
         for number in range(50):
-            with contextlib.suppress(grpc.RpcError):
+            with contextlib.suppress(*REFUSED):
                 client.save(number, program, [address])
             request = segment_pb2.RecomputeRequest(key=client.key(number, 1), positions=[0])
-            client.held.append(segments.Recompute(request))
-            fetching = segment_pb2.FetchSourcesRequest(session=client.session, addresses=[address])
-            client.held.append(segments.FetchSources(fetching))
+            client.held.append(Asked(segments, client.session, recompute=request))
+            fetching = segment_pb2.FetchSourcesRequest(addresses=[address])
+            client.held.append(Asked(segments, client.session, fetch_sources=fetching))
             client.held.append(telemetry.GetTelemetry.future(telemetry_pb2.GetTelemetryRequest()))
     time.sleep(1.0)
 
@@ -296,7 +294,7 @@ def shared_memory(client: Hostile, times: int) -> None:
     if not client.opened.memory_path:
         return
     for _ in range(4 * times):
-        with contextlib.suppress(grpc.RpcError):
+        with contextlib.suppress(*REFUSED):
             opened = client.open("shared")
             memory = TrainerSharedMemory(opened.memory_path, opened.session)
             client.held.append(memory)
@@ -316,10 +314,9 @@ def shared_memory(client: Hostile, times: int) -> None:
             unnamed.settimeout(0.2)
             client.held.append(unnamed)
             unnamed.connect(client.opened.memory_path)
-    fetch = client.segments.FetchSources
     over_and_over(
         100 * times,
-        lambda n: list(fetch(segment_pb2.FetchSourcesRequest(session=client.session, answer=n + 1), timeout=TIMEOUT_S)),
+        lambda n: client.ask(fetch_sources=segment_pb2.FetchSourcesRequest(), answer=n + 1),
     )
 
 
@@ -331,10 +328,10 @@ def sums(client: Hostile, times: int) -> None:
     def attempt(number: int) -> None:
         slots = [segment_pb2.Slot(source=0, slot=number)]
         request = client.backward(1, gradient, number + 1, slots=slots, pass_number=number)
-        list(client.segments.Backward(request, timeout=TIMEOUT_S))
+        client.ask(backward=request)
         if number % 2:
             commits = segment_pb2.Commits(round=1, first=number // 2 + 1, backwards=[client.key(1, number + 1)])
-            client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(commits=commits), timeout=TIMEOUT_S)
+            client.ask(release=segment_pb2.ReleaseRequest(commits=commits))
 
     over_and_over(50 * times, attempt)
 
@@ -362,7 +359,7 @@ def kinds(client: Hostile, times: int) -> None:
     def attempt(number: int) -> None:
         named = [sizes[0], *(sizes[(number * 7 + index * (number + 1)) % 50] for index in range(sources - 1))]
         client.save(number, program, named)
-        client.segments.ReleaseSegments(segment_pb2.ReleaseSegmentsRequest(keys=[client.key(number)]))
+        client.ask(release=segment_pb2.ReleaseRequest(keys=[client.key(number)]))
 
     over_and_over(50 * times, attempt)
 
@@ -378,7 +375,7 @@ def settings(client: Hostile, times: int) -> None:
         names = "sdp_priority", "default_dtype", "mkldnn_matmul_precision"
         name, text = names[number % len(names)], texts[number % len(texts)]
         request.start.ambient_state.settings[name].text = text
-        list(client.segments.Backward(request, timeout=TIMEOUT_S))
+        client.ask(backward=request)
 
     over_and_over(len(texts) * times, attempt)
 

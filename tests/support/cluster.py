@@ -13,7 +13,7 @@ from support.reporting import FakeWorker, Training
 
 GIB = 1 << 30
 CALLS_OF_A_REPORT = 1_000
-METHODS = (("Backward", 0.03), ("SaveSegment", 0.002), ("PutTensors", 0.01), ("KeepSession", 5e-4))
+METHODS = (("Backward", 0.03), ("Save", 0.002), ("PutTensors", 0.01), ("KeepSession", 5e-4))
 """The RPCs that workers count, each with a typical duration in seconds."""
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.wire.shared_memory import Outbox, Region
 
 ENDS_BYTES = 256
@@ -28,7 +29,10 @@ OnItsWay: TypeAlias = Callable[[str, str, bytes], bytes]
 
 @contextmanager
 def on_every_channel(on_its_way: OnItsWay) -> Iterator[None]:
-    """Messages of sessions that connect meanwhile pass through a function, sealed as they are."""
+    """Messages of sessions that connect meanwhile pass through a function, sealed as they are.
+
+    Those of an exchange have as their method what they ask for or answer, see `kind_of`.
+    """
     make = Connection._channel_to
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -128,6 +132,14 @@ class Flips:
         raw[:] = memoryview(flipped)
 
 
+def kind_of(direction: str, data: bytes) -> str:
+    """What a message of an exchange asks for or answers; "pushed" for a result that nobody has asked for."""
+    if direction == "up":
+        return segment_pb2.Request.FromString(data).WhichOneof("request") or ""
+    answer = segment_pb2.Answer.FromString(data)
+    return (answer.WhichOneof("answer") or "tensors") if answer.number else "pushed"
+
+
 class _Channel:
     """A channel whose messages pass through a function."""
 
@@ -144,10 +156,14 @@ class _Channel:
 
         def made(path: str, request_serializer: Any, response_deserializer: Any) -> Any:
             method = path.rpartition("/")[2]
+
+            def passed(direction: str, data: bytes) -> bytes:
+                return on_its_way(direction, kind_of(direction, data) if method == "Exchange" else method, data)
+
             return make(
                 path,
-                request_serializer=lambda message: on_its_way("up", method, request_serializer(message)),
-                response_deserializer=lambda data: response_deserializer(on_its_way("down", method, data)),
+                request_serializer=lambda message: passed("up", request_serializer(message)),
+                response_deserializer=lambda data: response_deserializer(passed("down", data)),
             )
 
         return made

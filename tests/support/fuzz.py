@@ -14,8 +14,9 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from backhaul._worker_client.connection.exchange import decoded_error
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
-from backhaul_runtime.errors import STATUS_NAMES, DrainingError, WorkerError
+from backhaul_runtime.errors import STATUS_NAMES, BackhaulError, DrainingError, WorkerError
 from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.op_list import allowed_ops, resolve
 from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef
@@ -94,30 +95,36 @@ class Fuzzer:
             ],
             chunks=[tensor_pb2.TensorChunk(data=bytes(16))],
         )
-        save = segment_pb2.SaveSegmentRequest(
-            key=key, program=address, sources=self._addresses[:1], name="fuzzed", tensors=tensors
-        )
+        save = segment_pb2.SaveRequest(key=key, program=address, sources=self._addresses[:1], name="fuzzed")
+        release = segment_pb2.ReleaseRequest(keys=[key])
         backward = client.backward(0, self._addresses[0])
         report = telemetry_pb2.TrainerReport(steps=[telemetry_pb2.Step()], calls=[telemetry_pb2.SegmentCall()])
+        recompute = segment_pb2.RecomputeRequest(key=key, positions=[0])
+        fetch = segment_pb2.FetchSourcesRequest(addresses=self._addresses[:1])
+        exchanged = [
+            segment_pb2.Request(session=session, **request)
+            for request in (
+                {"save": save, "tensors": tensors},
+                {"save": save, "pushes_taken": 1},
+                {"backward": backward, "answer": 1, "pushes_taken": 0},
+                {"backward": backward, "tensors": tensors},
+                {"recompute": recompute},
+                {"release": release},
+                {"collect_gradients": segment_pb2.CollectGradientsRequest()},
+                {"fetch_sources": fetch},
+            )
+        ]
         requests: dict[str, Message] = {
             "OpenSession": session_pb2.OpenSessionRequest(protocol_version=1, trainer="fuzz"),
             "CloseSession": session_pb2.CloseSessionRequest(session="of somebody else"),
             "KeepSession": session_pb2.KeepSessionRequest(session=session),
             "PutProgram": program_pb2.PutProgramRequest(session=session, program=encode_program(program)),
             "PutTensors": tensor_pb2.PutTensorsRequest(session=session, tensors=tensors),
-            "SaveSegment": save,
-            "ShortSaves": save,
-            "Recompute": segment_pb2.RecomputeRequest(key=key, positions=[0]),
-            "Backward": backward,
-            "ShortBackwards": backward,
-            "Ahead": segment_pb2.AheadRequest(session=session),
-            "ReleaseSegments": segment_pb2.ReleaseSegmentsRequest(keys=[key]),
-            "CollectGradients": segment_pb2.CollectGradientsRequest(session=session),
-            "FetchSources": segment_pb2.FetchSourcesRequest(session=session, addresses=self._addresses[:1]),
             "GetTelemetry": telemetry_pb2.GetTelemetryRequest(),
             "PutReports": telemetry_pb2.PutReportsRequest(session=session, report=report),
         }
-        return [(methods[name], request) for name, request in requests.items()]
+        exchange = methods["Exchange"]
+        return [*((methods[name], request) for name, request in requests.items()), *((exchange, r) for r in exchanged)]
 
     def _mutated(self) -> tuple[MethodDescriptor, bytes]:
         """A valid request with some bytes changed, taken out, put in or repeated."""
@@ -181,20 +188,21 @@ class Fuzzer:
         make: Any
         if method.server_streaming:
             make = self._client.channel.stream_stream if method.client_streaming else self._client.channel.unary_stream
-            self._check(
-                path, lambda: _read(make(path, seal)(requests, timeout=TIMEOUT_S), is_open=method.name == "Ahead")
-            )
+            self._check(path, lambda: _read(make(path, seal)(requests, timeout=TIMEOUT_S), method.name))
         else:
             make = self._client.channel.stream_unary if method.client_streaming else self._client.channel.unary_unary
             self._check(path, lambda: make(path, seal)(requests, timeout=TIMEOUT_S))
 
-    def _check(self, what: str, call: Callable[[], object]) -> grpc.RpcError | None:
+    def _check(self, what: str, call: Callable[[], object]) -> str | None:
         """Makes a call, and returns what the worker refused it with. Fails for what is no refusal."""
         try:
             call()
         except grpc.RpcError as error:
             assert error.code().name in REFUSALS, f"{what}: {error.code()} {error.details()}"
-            return error
+            return error.details() or ""
+        except BackhaulError as error:
+            assert STATUS_NAMES[type(error)] in REFUSALS, f"{what}: {error!r}"
+            return error.message
         self.accepted += 1
         return None
 
@@ -215,14 +223,14 @@ class Fuzzer:
                 self.ran += 1
                 self._nodes.append(Node(*node, 0, sizes, draws=False))
                 return
-            took = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused.details() or "")
+            took = re.search(rf"{re.escape(node[0])} took \(([\d, ]*)\) bytes", refused)
             if took is None:
                 break
             sizes = tuple(int(size) for size in took[1].replace(" ", "").split(",") if size)
         if self._draw.random() < 0.1:
             self._nodes = []
 
-    def _replay(self, nodes: list[Node]) -> grpc.RpcError | None:
+    def _replay(self, nodes: list[Node]) -> str | None:
         """Has a program replayed, and its backward run. Returns what the replay was refused with."""
         client = self._client
         sources = tuple(
@@ -244,10 +252,10 @@ class Fuzzer:
             if refused is not None:
                 break
         else:
-            self._check(str(nodes), lambda: list(client.segments.Backward(asked, timeout=TIMEOUT_S)))
+            self._check(str(nodes), lambda: client.ask(backward=asked))
         if self._draw.random() < 0.9:
-            release = segment_pb2.ReleaseSegmentsRequest(keys=[client.key(number)])
-            self._check("release", lambda: client.segments.ReleaseSegments(release, timeout=TIMEOUT_S))
+            release = segment_pb2.ReleaseRequest(keys=[client.key(number)])
+            self._check("release", lambda: client.ask(release=release))
         return refused
 
     def _node(self) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
@@ -298,9 +306,10 @@ class Fuzzer:
         return torch.contiguous_format
 
 
-def _read(call: Any, *, is_open: bool) -> None:
-    """Reads all that is answered; a stream that the worker leaves open is ended."""
-    if is_open:
-        call.cancel()
-    for _ in call:
-        pass
+def _read(call: Any, method: str) -> None:
+    """Reads all that is answered, and raises the first error."""
+    answers = list(call)
+    for data in answers if method == "Exchange" else ():
+        answer = segment_pb2.Answer.FromString(data)
+        if error := answer.error or answer.save.error:
+            raise decoded_error(error)

@@ -17,6 +17,7 @@ from backhaul_proto.v1 import (
     session_pb2,
     tensor_pb2,
 )
+from backhaul_runtime.errors import BackhaulError
 from backhaul_runtime.program.codec import encode_program, encode_state
 from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.sealing import sealed
@@ -26,7 +27,7 @@ from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches
 from support.processes import WorkerProcess
-from support.wire import Services, plain
+from support.wire import Asked, Services, plain
 
 MIB = 1 << 20
 OPTIONS = (
@@ -37,6 +38,8 @@ OPTIONS = (
 )
 TAKES_GRADIENT = Source(requires_grad=True, is_leaf=False, is_written=False)
 TIMEOUT_S = 60.0
+REFUSED = grpc.RpcError, BackhaulError
+"""What a request may end with that a worker refuses."""
 
 
 class Hostile:
@@ -75,7 +78,7 @@ class Hostile:
         return self.sessions.OpenSession(request, timeout=TIMEOUT_S)
 
     def key(self, segment: int, backward: int = 0) -> segment_pb2.OperationKey:
-        return segment_pb2.OperationKey(session=self.session, segment=segment, backward=backward)
+        return segment_pb2.OperationKey(segment=segment, backward=backward)
 
     def program(self, program: Program | bytes) -> bytes:
         encoded = program if isinstance(program, bytes) else encode_program(program)
@@ -93,12 +96,20 @@ class Hostile:
         return [outgoing.address for outgoing in outgoing_tensors]
 
     def save(self, segment: int, program: bytes, sources: Sequence[bytes], **more: Any) -> None:
-        request = segment_pb2.SaveSegmentRequest(key=self.key(segment), program=program, sources=sources, **more)
-        self.segments.SaveSegment(request, timeout=TIMEOUT_S)
+        request = segment_pb2.SaveRequest(key=self.key(segment), program=program, sources=sources, **more)
+        self.ask(save=request)
 
-    def recompute(self, segment: int, backward: int = 1, positions: Sequence[int] = (0,), **more: Any) -> Any:
+    def ask(self, **request: Any) -> list[segment_pb2.Answer]:
+        """The answer to one request of an exchange."""
+        return list(self.asked(**request))
+
+    def asked(self, **request: Any) -> Asked:
+        """The same, as it arrives."""
+        return Asked(self.segments, self.session, TIMEOUT_S, **request)
+
+    def recompute(self, segment: int, backward: int = 1, positions: Sequence[int] = (0,), **more: Any) -> Asked:
         request = segment_pb2.RecomputeRequest(key=self.key(segment, backward), positions=positions, **more)
-        return self.segments.Recompute(request, timeout=TIMEOUT_S)
+        return self.asked(recompute=request)
 
     def backward(self, segment: int, gradient: bytes, backward: int = 1, **more: Any) -> segment_pb2.BackwardRequest:
         """A request for a backward from one gradient."""

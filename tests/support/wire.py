@@ -1,10 +1,12 @@
 """What is written for the wire, as a peer that knows no more than protobuf sees it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
+from backhaul._worker_client.connection.exchange import decoded_error
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import bearer
 from backhaul_runtime.wire.splicing import Batch, encode, serialize
@@ -30,6 +32,29 @@ class Services:
         self.sessions, self.programs, self.tensors, self.segments, self.telemetry = (
             stub(channel, service, as_protobuf) for service in SERVICES
         )
+
+
+class Asked(Iterator[segment_pb2.Answer]):
+    """The messages that answer one request on a stream of its own. Raises the error that it is answered with.
+
+    Args:
+        segments: The stub of the service of segments.
+        session: The id of the session.
+        request: What is asked for, as fields of a `Request`.
+    """
+
+    def __init__(self, segments: Any, session: str, timeout: float = 60.0, **request: Any) -> None:
+        self._call = segments.Exchange(iter([segment_pb2.Request(session=session, **request)]), timeout=timeout)
+
+    def __next__(self) -> segment_pb2.Answer:
+        answer: segment_pb2.Answer = next(self._call)
+        if error := answer.error or answer.save.error:
+            raise decoded_error(error)
+        return answer
+
+    def cancel(self) -> None:
+        """Ends the stream."""
+        self._call.cancel()
 
 
 def refusal(channel: grpc.Channel, method: Any, token: str, request: bytes = b"") -> grpc.Call | None:

@@ -3,17 +3,20 @@
 import asyncio
 import gc
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from time import sleep
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 
-from backhaul_runtime.errors import SegmentUnknownError, TransferError
-from backhaul_server.worker.engine.segment import Segment, result_of
+from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.errors import SegmentUnknownError, TransferError, from_bytes
+from backhaul_runtime.wire.splicing import TensorMessage
+from backhaul_server.worker.engine.segment import Segment, SessionState, result_of
 from backhaul_server.worker.engine.worker import Worker
-from backhaul_server.worker.rpc.calls import open_stream, stream, unary
+from backhaul_server.worker.rpc.calls import Servicer, exchange, unary
+from backhaul_server.worker.rpc.exchange import OpenExchange
 from unit.test_core import FIRST, saved, with_worker
 
 
@@ -95,23 +98,39 @@ class Failing:
     async def answers(self, request: object, context: object) -> Any:
         self.fail()
 
-    async def streams(self, request: object, context: object) -> AsyncIterator[Any]:
-        self.fail()
-        yield
+    def session(self, session_id: str) -> str:
+        return session_id
 
 
-@pytest.mark.parametrize("decorate", [unary, stream, open_stream])
+@pytest.mark.parametrize("decorate", [unary, exchange])
 def test_a_request_that_is_refused(decorate: Any) -> None:
     servicer, context = Failing(), Context()
-    method = decorate(Failing.answers if decorate is unary else Failing.streams)
 
     async def call() -> None:
         with pytest.raises(RuntimeError, match="aborted"):
-            if decorate is unary:
-                await method(servicer, object(), context)
-            else:
-                async for _ in method(servicer, object(), context):
-                    pass
+            await decorate(Failing.answers)(servicer, object(), context)
 
     asyncio.run(call())
     assert servicer.used[0]() is None
+
+
+def test_a_request_of_an_exchange_that_is_refused() -> None:
+    servicer, written = Failing(), list[segment_pb2.Answer]()
+
+    async def write(answer: segment_pb2.Answer) -> None:
+        written.append(answer)
+
+    async def answers(*_: object) -> AsyncGenerator[segment_pb2.Answer]:
+        servicer.fail()
+        yield
+
+    async def call() -> None:
+        context: Any = SimpleNamespace(write=write)
+        opened = OpenExchange(cast(Servicer, servicer), context, cast(Any, answers), cast(Any, answers))
+        request = segment_pb2.Request(release=segment_pb2.ReleaseRequest())
+        await opened._answer(7, TensorMessage(request, None, 0))
+        await opened._push(cast(SessionState, SimpleNamespace(id="")))
+
+    asyncio.run(call())
+    assert [(answer.number, type(from_bytes(answer.error))) for answer in written] == [(7, TransferError)]
+    assert [used() for used in servicer.used] == [None, None]

@@ -18,7 +18,9 @@ from support.wire import METHODS
 
 
 def test_each_kind_of_request_has_limits() -> None:
-    assert set(limits.REQUESTS_BY_KIND) == {GetMessageClass(method.input_type) for method in METHODS}
+    asked = [field.message_type for field in segment_pb2.Request.DESCRIPTOR.oneofs_by_name["request"].fields]
+    kinds = [*(method.input_type for method in METHODS), *asked]
+    assert set(limits.REQUESTS_BY_KIND) == set(map(GetMessageClass, kinds))
 
 
 @pytest.mark.parametrize("kind", limits.REQUESTS_BY_KIND, ids=lambda kind: kind.DESCRIPTOR.name)
@@ -31,8 +33,8 @@ def test_a_request_may_have_its_size_and_no_more(kind: type[Message]) -> None:
         limits.check_size(kind, bytes(most + 1))
 
 
-def save(**fields: Any) -> segment_pb2.SaveSegmentRequest:
-    return segment_pb2.SaveSegmentRequest(**fields)
+def save(**fields: Any) -> segment_pb2.Request:
+    return segment_pb2.Request(save=segment_pb2.SaveRequest(**fields))
 
 
 def report(**fields: Any) -> telemetry_pb2.PutReportsRequest:
@@ -46,8 +48,8 @@ def report(**fields: Any) -> telemetry_pb2.PutReportsRequest:
         (lambda n: save(sources=[b""] * n), 8_192),
         (lambda n: save(generator_states=[b""] * n), 4_096),
         (lambda n: save(generator_states=[b"", bytes(n)]), 16 << 10),
-        (lambda n: segment_pb2.RecomputeRequest(positions=[0] * n), 8_192),
-        (lambda n: segment_pb2.BackwardRequest(slots=[segment_pb2.Slot()] * n), 8_192),
+        (lambda n: segment_pb2.Request(recompute=segment_pb2.RecomputeRequest(positions=[0] * n)), 8_192),
+        (lambda n: segment_pb2.Request(backward=segment_pb2.BackwardRequest(slots=[segment_pb2.Slot()] * n)), 8_192),
         (lambda n: report(steps=[telemetry_pb2.Step()] * n), 1_024),
         (lambda n: report(calls=[telemetry_pb2.SegmentCall(spans=[telemetry_pb2.Span()] * n)]), 64),
     ],

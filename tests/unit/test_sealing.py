@@ -29,9 +29,9 @@ def test_every_request_and_response_has_a_checksum_and_is_still_protobuf(kind: t
 
 
 def test_no_flipped_bit_is_let_through() -> None:
-    key = segment_pb2.OperationKey(session="0123456789abcdef", segment=7)
-    read = deserializer(segment_pb2.ReleaseSegmentsRequest)
-    data = serialize(segment_pb2.ReleaseSegmentsRequest(keys=[key]))
+    release = segment_pb2.ReleaseRequest(keys=[segment_pb2.OperationKey(segment=7)])
+    read = deserializer(segment_pb2.Request)
+    data = serialize(segment_pb2.Request(session="0123456789abcdef", release=release))
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -61,8 +61,8 @@ def test_what_has_no_checksum_is_refused(cut: int) -> None:
 
 
 def test_what_is_sealed_and_no_message_is_refused_by_name() -> None:
-    message = deserializer(segment_pb2.BackwardRequest)(sealed([b"\xff\xff"]))
-    with pytest.raises(TransferError, match="BackwardRequest can't be read"):
+    message = deserializer(segment_pb2.Request)(sealed([b"\xff\xff"]))
+    with pytest.raises(TransferError, match="Request can't be read"):
         accepted(message)
 
 

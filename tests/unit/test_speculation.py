@@ -251,20 +251,23 @@ async def test_a_request_in_the_midst_of_its_chain_is_answered(worker: Worker, m
 def test_short_answers_share_a_message_and_none_is_taken_before_it_is_sent() -> None:
     made: list[int] = []
 
+    def key(segment: int) -> segment_pb2.OperationKey:
+        return segment_pb2.OperationKey(segment=segment)
+
     async def answers() -> AsyncIterator[bytes]:
         for segment, size_bytes in ((5, 10), (4, 10), (3, SPLICED_BYTES), (2, 10), (1, SPLICED_BYTES)):
             made.append(segment)
             result = segment_pb2.BackwardResult(tensor_digests=[bytes(size_bytes)])
-            yield segment_pb2.AheadResponse(segment=segment, result=result).SerializeToString()
+            yield segment_pb2.Answer(key=key(segment), backward=result).SerializeToString()
 
     received = []
 
     async def receive() -> None:
         async for message in joined(answers()):
-            response = segment_pb2.AheadResponse.FromString(message)
-            received.append([response.segment, *(answer.segment for answer in response.more)])
+            first = segment_pb2.Answer.FromString(message)
+            received.append([answer.key.segment for answer in (first, *first.more)])
             assert made[-1] == received[-1][-1]
-            assert all(len(answer.result.tensor_digests) == 1 for answer in (response, *response.more))
+            assert all(len(answer.backward.tensor_digests) == 1 for answer in (first, *first.more))
 
     asyncio.run(receive())
     assert received == [[5, 4, 3], [2, 1]]

@@ -68,13 +68,11 @@ def test_what_protobuf_writes_is_read() -> None:
 
 
 def test_a_message_that_carries_nothing() -> None:
-    carried = deserializer(segment_pb2.BackwardResponse)(
-        serialize(segment_pb2.BackwardResponse(progress=segment_pb2.Progress()))
-    )
+    carried = deserializer(segment_pb2.Answer)(serialize(segment_pb2.Answer(progress=segment_pb2.Progress())))
     assert carried.tensors is None
     assert carried.message.HasField("progress")
     assert list(encode_all([], 2, tensor_pb2.PutTensorsRequest(session="s"))) == [sealed([b"\x0a\x01s"])]
-    assert isinstance(deserializer(segment_pb2.SaveSegmentResponse)(sealed([])), segment_pb2.SaveSegmentResponse)
+    assert isinstance(deserializer(tensor_pb2.PutTensorsResponse)(sealed([])), tensor_pb2.PutTensorsResponse)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
 """The sending side of a link, with a worker that answers when the test lets it."""
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,13 +15,14 @@ from torch import nn
 from backhaul._observe.call_log import CallLog
 from backhaul._observe.report import SegmentLog
 from backhaul._worker_client.connection.connection import Connection
+from backhaul._worker_client.connection.grpc_errors import is_damage
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload import uploader as uploader_module
 from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceTensor
 from backhaul._worker_client.upload.uploader import MOST_GATHERED, Uploader
 from backhaul_proto.v1 import program_pb2, segment_pb2, tensor_pb2
-from backhaul_runtime.errors import WorkerLostError
+from backhaul_runtime.errors import BackhaulError, BudgetError, TransferError, WorkerLostError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import device_moments, last_moment
@@ -73,36 +77,41 @@ class FakeLink:
         self.saved_after: list[int] = []  # the number of the last release request before each save
         self.missing: list[list[bytes]] = []
         self.sources: list[bytes] = []
-        self.programs = self.tensors = self.segments = self.short_saves = self
-        self.shortly: list[segment_pb2.SaveSegmentResponse | None] = []  # before it answers as SaveSegment does
+        self.programs = self.tensors = self.exchange = self
+        self.refusals: list[BackhaulError | segment_pb2.SaveResult] = []  # of the next saves
         self.PutProgram = Answer(self.log, "program", program_pb2.PutProgramResponse(), self.gate)
         self.PutTensors = Answer(self.log, "tensors", self._put, self.gate)
-        self.SaveSegment = Answer(self.log, "save", self._saved, self.gate)
-        self.ReleaseSegments = Answer(self.log, "release", self._released, self.gate)
 
     def _put(self, messages: list[bytes]) -> tensor_pb2.PutTensorsResponse:
         sent = [tensor_pb2.PutTensorsRequest.FromString(message).tensors for message in messages]
         return tensor_pb2.PutTensorsResponse(addresses=stored(sent))
 
-    def _released(self, request: Any) -> segment_pb2.ReleaseSegmentsResponse:
-        self.released.append((request.number, [key.segment for key in request.keys]))
-        return segment_pb2.ReleaseSegmentsResponse()
-
-    def _saved(self, request: Any) -> segment_pb2.SaveSegmentResponse:
-        self.sources = list(request.sources)
-        self.saved_after.append(request.after_release)
-        return segment_pb2.SaveSegmentResponse(missing_tensors=self.missing.pop(0) if self.missing else [])
-
-    def try_call(self, encoded: bytes) -> segment_pb2.SaveSegmentResponse | None:
+    def call(self, request: segment_pb2.Request) -> segment_pb2.Answer:
         self.gate.wait()
-        request = segment_pb2.SaveSegmentRequest.FromString(encoded)
-        self.log.append("save with tensors" if request.HasField("tensors") else "short save")
-        if self.shortly:
-            return self.shortly.pop(0)
-        answer = self._saved(request)
-        answer.stored[:] = stored([request.tensors])
-        self.sources = [address or answer.stored[0] for address in self.sources]
-        return answer
+        self.log.append("release")
+        self.released.append((request.release.number, [key.segment for key in request.release.keys]))
+        return segment_pb2.Answer(release=segment_pb2.ReleaseResult())
+
+    @contextmanager
+    def ask(self, request: segment_pb2.Request, batch: Any = None) -> Iterator[SimpleNamespace]:
+        def result() -> segment_pb2.Answer:
+            self.gate.wait()
+            self.log.append("save" if batch is None else "save with tensors")
+            saved = self.refusals.pop(0) if self.refusals else self._saved(request.save, batch)
+            if isinstance(saved, BackhaulError):
+                raise saved
+            return segment_pb2.Answer(save=saved)
+
+        yield SimpleNamespace(result=result, sent_bytes=request.ByteSize())
+
+    def _saved(self, save: segment_pb2.SaveRequest, batch: Any) -> segment_pb2.SaveResult:
+        there = stored([] if batch is None else [batch])
+        self.sources = [address or there[0] for address in save.sources]
+        self.saved_after.append(save.after_release)
+        return segment_pb2.SaveResult(missing_tensors=self.missing.pop(0) if self.missing else [], stored=there)
+
+    def may_repeat(self, worker_session: WorkerSession, error: BackhaulError) -> bool:
+        return is_damage(error)
 
     @property
     def link(self) -> Connection:
@@ -221,7 +230,7 @@ def test_what_the_worker_has_is_not_sent_again() -> None:
         save = save_of(torch.zeros(10), number)
         uploader.save(save)
         save.saved.result(10)
-    assert connection.log == ["program", "save with tensors", "short save"]
+    assert connection.log == ["program", "save with tensors", "save"]
     uploader.close()
 
 
@@ -249,25 +258,30 @@ def test_what_does_not_fit_one_message_goes_first() -> None:
     uploader.close()
 
 
-@pytest.mark.parametrize(
-    ("answer", "then"),
-    [
-        (None, ["tensors", "save"]),
-        (segment_pb2.SaveSegmentResponse(refused=True), ["tensors", "save"]),
-        (segment_pb2.SaveSegmentResponse(refused=True, stored=[address_of(torch.zeros(10))]), ["save"]),
-    ],
-)
-def test_what_the_stream_does_not_save_a_call_does(
-    answer: segment_pb2.SaveSegmentResponse | None, then: list[str]
-) -> None:
+@pytest.mark.parametrize("error", [TransferError("damaged"), WorkerLostError("damaged", status="DAMAGED")])
+def test_a_save_that_was_damaged_is_sent_again(error: BackhaulError) -> None:
     connection = FakeLink()
     connection.gate.set()
-    connection.shortly = [answer]
+    connection.refusals = [error]
     uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     save = save_of(torch.zeros(10))
     uploader.save(save)
     save.saved.result(10)
-    assert connection.log == ["program", "save with tensors", *then]
+    assert connection.log == ["program", "save with tensors", "save with tensors"]
+    uploader.close()
+
+
+def test_tensors_of_a_refused_save_are_not_sent_again() -> None:
+    connection, stored_there = FakeLink(), [address_of(torch.zeros(10))]
+    connection.gate.set()
+    connection.refusals = [segment_pb2.SaveResult(error=BudgetError("full").to_bytes(), stored=stored_there)]
+    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
+    refused, other = save_of(torch.zeros(10)), save_of(torch.zeros(10), 2)
+    for save in (refused, other):
+        uploader.save(save)
+    assert isinstance(refused.saved.exception(10), BudgetError)
+    other.saved.result(10)
+    assert connection.log == ["program", "save with tensors", "save"]
     uploader.close()
 
 
@@ -326,7 +340,6 @@ def test_a_release_ends_with_its_worker_session(monkeypatch: pytest.MonkeyPatch)
 def test_a_save_names_the_last_release_before_it() -> None:
     connection = FakeLink()
     connection.gate.set()
-    connection.shortly = [None]
     uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
     for number in (1, 2, 3):
         save = save_of(torch.full((10,), float(number)), number)

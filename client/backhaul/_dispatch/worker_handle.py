@@ -80,11 +80,14 @@ class WorkerHandle:
     def _fetched(self, worker_session: WorkerSession, address: bytes, count: Callable[[int], None]) -> Tensor | None:
         memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
-        request = segment_pb2.FetchSourcesRequest(session=worker_session.session, addresses=[address], answer=answer)
-        method, deadline = self.connection.stubs(worker_session).segments.FetchSources, monotonic() + longest_run_s(0.0)
-        stream: AnswerStream[segment_pb2.FetchSourcesResult] = AnswerStream(
-            method, request, lambda: 0.0, self.connection.silence_s, memory, answer
+        request = segment_pb2.Request(
+            session=worker_session.session,
+            fetch_sources=segment_pb2.FetchSourcesRequest(addresses=[address]),
+            answer=answer,
         )
+        deadline = monotonic() + longest_run_s(0.0)
+        pending = self.connection.stubs(worker_session).exchange.ask(request, is_large=True)
+        stream = AnswerStream(pending, lambda: 0.0, memory, answer)
         try:
             stream.result()
             tensors = stream.rest(deadline).tensors()

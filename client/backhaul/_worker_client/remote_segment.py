@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,11 +15,9 @@ from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.call_log import CallLog
 from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views
-from backhaul._worker_client.answers.answer_stream import AnswerStream
+from backhaul._worker_client.answers.answer_stream import AnswerStream, Messages, PushedAnswer
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import Expected, Liveness
-from backhaul._worker_client.connection.shared_memory import receiving
-from backhaul._worker_client.connection.stubs import Stubs
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.upload.backward_chains import SpeculativeGradient
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
@@ -34,16 +32,12 @@ from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import View, view_of
 from backhaul_runtime.wire.protocol import CHUNK_BYTES
-from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import TensorMessage, encode_all
 from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, batches
-from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 
 T = TypeVar("T")
 Answer = tuple[segment_pb2.BackwardResult, list[Tensor], list[bytes]]
 SHORT_BYTES = CHUNK_BYTES // 2
 """Gradients of up to this many bytes are sent with the request."""
-_REPEATABLE = {"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""}
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
@@ -67,7 +61,7 @@ class SavedTensors:
 
     def __init__(
         self,
-        stream: AnswerStream[segment_pb2.RecomputeResult],
+        stream: AnswerStream,
         result: segment_pb2.RecomputeResult,
         views: Mapping[int, View],
         layouts: Mapping[int, Layout],
@@ -142,7 +136,6 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._reached = reached
-        self._answer_bytes = 0  # of the backward in progress
         self._accelerator = accelerator
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
@@ -197,27 +190,30 @@ class SavedSegment:
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
         )
-        self._answer_bytes = sum(
+        answer_bytes = sum(
             layout.gradient_bytes for source, layout in due if source not in kept and source not in unsent
         )
-        key, expected = self._key(segment_pb2.OPERATION_BACKWARD), self._reached()
-        request = segment_pb2.BackwardRequest(
-            key=key,
-            start=start,
-            upcoming_segments=expected if upcoming is None else upcoming,
-            expected_s=self._expected_s() or 0.0,
-            slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
-            pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
-            unsent_sources=sorted(unsent),
+        key, expected = self._key(), self._reached()
+        request = segment_pb2.Request(
+            session=self.worker_session.session,
+            backward=segment_pb2.BackwardRequest(
+                key=key,
+                start=start,
+                upcoming_segments=expected if upcoming is None else upcoming,
+                expected_s=self._expected_s() or 0.0,
+                slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
+                pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
+                unsent_sources=sorted(unsent),
+            ),
         )
 
         def ask() -> Answer:
             try:
-                return self._ask(request, outgoing_tensors)
+                return self._ask(request, outgoing_tensors, answer_bytes)
             except TensorsMissingError:  # the worker has evicted gradients that the uploader still counts as stored
                 self._log.retries += 1
                 self._uploader.stored.unlearn(outgoing.address for outgoing in outgoing_tensors)
-                return self._ask(request, outgoing_tensors)
+                return self._ask(request, outgoing_tensors, answer_bytes)
 
         asked_s = perf_counter()
         result, tensors, received = self._repeated(ask)
@@ -237,68 +233,32 @@ class SavedSegment:
 
         return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s)
 
-    def _ask(self, request: segment_pb2.BackwardRequest, gradients: Sequence[OutgoingTensor]) -> Answer:
-        """Returns the answer to a backward: a pushed one, or else that of the fastest way that succeeds."""
-        session, stubs = self.worker_session.session, self._connection.stubs(self.worker_session)
-        if self._answer_bytes <= CHUNK_BYTES and not request.slots:
-            pushed = stubs.pushed_results.take(session, self.number, request.start)
-            if pushed is not None:
-                return self._short_answer(pushed)
-        missing = self._uploader.stored.missing(self.worker_session, gradients)
-        if sum(outgoing.layout.payload_bytes for outgoing in missing) > SHORT_BYTES:
-            self._uploader.tensors.put(self.worker_session, missing, self._sent)
-            missing = []
-
-        if self._answer_bytes <= (PLACED_BYTES if self._shares_memory else CHUNK_BYTES):
-            answer = self._ask_shortly(request, missing, stubs)
-            if answer is not None:
-                return answer
-            missing = self._uploader.stored.missing(self.worker_session, missing)
-        stream = self._open(stubs.segments.Backward, self._encoded(request, missing), request.answer)
+    def _ask(self, request: segment_pb2.Request, gradients: Sequence[OutgoingTensor], answer_bytes: int) -> Answer:
+        """Returns the answer to a backward, which the worker may have pushed already."""
+        backward, pushed = request.backward, None
+        exchange = self._connection.stubs(self.worker_session).exchange
+        if answer_bytes <= CHUNK_BYTES and not backward.slots:
+            pushed = exchange.take_pushed(self.number, backward.start)
+        if pushed is not None:
+            request.answer = 0
+            stream = self._stream(PushedAnswer(pushed), request)
+        else:
+            missing = self._uploader.stored.missing(self.worker_session, gradients)
+            if sum(outgoing.layout.payload_bytes for outgoing in missing) > SHORT_BYTES:
+                self._uploader.tensors.put(self.worker_session, missing, self._sent)
+                missing = []
+            stream = self._asked(request, answer_bytes, missing)
         try:
-            result = stream.result()
-            return self._answer(result, stream.rest())
+            result = stream.result().backward
+            if pushed is None:
+                exchange.expect(result.goes_on)
+            receiver = stream.rest()
+            tensors = receiver.tensors()
+            self._connection.ran(self._expected_s() or 0.0, result.timing.recompute_s + result.timing.backward_s)
+            self._log.answered(result.timing, self._connection.clock_offset_s)
+            return result, tensors, receiver.addresses()
         finally:
             self._closed(stream)
-
-    def _ask_shortly(
-        self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor], stubs: Stubs
-    ) -> Answer | None:
-        """Requests a backward on the open stream, see NOTE [Short]. Returns None if the RPC must be called instead."""
-        encoded = self._encoded(request, missing)
-        try:
-            carried = stubs.short_backwards.try_call(encoded)
-            if carried is None:
-                return None
-            if not carried.message.HasField("result"):
-                self._received(carried.size_bytes)
-                # The worker took the gradients before it answered. If not, it reports them as missing.
-                self._uploader.stored.learn(self.worker_session, [outgoing.address for outgoing in missing])
-                return None
-            stubs.pushed_results.expect(carried.message.result.goes_on)
-            return self._short_answer(carried)
-        finally:
-            if self.worker_session.memory is not None and request.answer:
-                self.worker_session.memory.ended(request.answer)
-
-    def _encoded(self, request: segment_pb2.BackwardRequest, missing: Sequence[OutgoingTensor]) -> bytes:
-        """Encodes the request under a new number for its answer in shared memory."""
-        request.answer = self._new_answer()
-        (encoded,) = encode_all(batches(missing), request.TENSORS_FIELD_NUMBER, request)
-        self._sent(len(encoded))
-        return encoded
-
-    def _short_answer(self, carried: TensorMessage[Any]) -> Answer:
-        self._received(carried.size_bytes + shared_bytes(carried.tensors))
-        receiver = receiving(self.worker_session.memory, self._accelerator)
-        receiver.add_carried(carried)
-        return self._answer(carried.message.result, receiver)
-
-    def _answer(self, result: segment_pb2.BackwardResult, receiver: TensorReceiver) -> Answer:
-        tensors = receiver.tensors()
-        self._connection.ran(self._expected_s() or 0.0, result.timing.recompute_s + result.timing.backward_s)
-        self._log.answered(result.timing, self._connection.clock_offset_s)
-        return result, tensors, receiver.addresses()
 
     def _chained(self, result: segment_pb2.BackwardResult) -> dict[int, StoredGradient]:
         addresses = {gradient.source: gradient.tensor for gradient in result.chained_gradients}
@@ -315,20 +275,22 @@ class SavedSegment:
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "SavedTensors":
         """See `RemoteSegment`."""
-        request = segment_pb2.RecomputeRequest(
-            key=self._key(segment_pb2.OPERATION_RECOMPUTE),
-            positions=wanted,
-            upcoming_segments=self._reached(),
-            expected_s=self._expected_s() or 0.0,
+        request = segment_pb2.Request(
+            session=self.worker_session.session,
+            recompute=segment_pb2.RecomputeRequest(
+                key=self._key(),
+                positions=wanted,
+                upcoming_segments=self._reached(),
+                expected_s=self._expected_s() or 0.0,
+            ),
         )
         return self._repeated(partial(self._ask_for_saved, request, wanted))
 
-    def _ask_for_saved(self, request: segment_pb2.RecomputeRequest, wanted: Mapping[int, Layout]) -> SavedTensors:
-        method = self._connection.stubs(self.worker_session).segments.Recompute
-        request.answer = self._new_answer()
-        stream = self._open(method, request, request.answer, is_lent=True)
+    def _ask_for_saved(self, request: segment_pb2.Request, wanted: Mapping[int, Layout]) -> SavedTensors:
+        answer_bytes = sum(layout.payload_bytes for layout in wanted.values())
+        stream = self._asked(request, answer_bytes, is_lent=True)
         try:
-            result = stream.result()
+            result = stream.result().recompute
 
             def close() -> None:
                 self._closed(stream)
@@ -339,19 +301,12 @@ class SavedSegment:
             self._closed(stream)
             raise
 
-    def _key(self, operation: "segment_pb2.Operation.ValueType") -> segment_pb2.OperationKey:
-        return segment_pb2.OperationKey(
-            session=self.worker_session.session,
-            segment=self._save.segment,
-            backward=next(self._backwards),
-            operation=operation,
-        )
+    def _key(self) -> segment_pb2.OperationKey:
+        return segment_pb2.OperationKey(segment=self._save.segment, backward=next(self._backwards))
 
     def _repeated(self, ask: Callable[[], T]) -> T:
         """Makes a request, and repeats it once after a broken connection or damage. Its key makes both the same."""
         self._wait_until_saved()
-        # Only failures of the connection are repeated. A worker's own error would occur again, and a busy worker stays
-        # busy.
         try:
             return ask()
         except ReplayError:
@@ -359,11 +314,8 @@ class SavedSegment:
                 if predecessor.derived is not None:
                     predecessor.speculation.can_derive = False
             raise
-        except TransferError:  # a damaged request, or damaged tensors of the answer
-            pass
-        except WorkerLostError as error:
-            self._connection.trouble(self.worker_session, error)
-            if error.status not in _REPEATABLE or not self._connection.recovered(self.worker_session):
+        except (TransferError, WorkerLostError) as error:
+            if not self._connection.may_repeat(self.worker_session, error):
                 raise
         self._log.retries += 1
         try:
@@ -382,24 +334,28 @@ class SavedSegment:
         """Whether the large tensors of answers go through shared memory. Those of an accelerator can't."""
         return self.worker_session.memory is not None and self._accelerator is None
 
-    def _new_answer(self) -> int:
-        """Returns a number for an answer in shared memory; 0 for one without."""
+    def _asked(
+        self,
+        request: segment_pb2.Request,
+        answer_bytes: int,
+        tensors: Sequence[OutgoingTensor] = (),
+        *,
+        is_lent: bool = False,
+    ) -> AnswerStream:
+        """Sends a request, with short tensors, whose answer is expected to have so many bytes."""
         memory = self.worker_session.memory
-        return memory.answer() if memory is not None else 0
+        request.answer = memory.answer() if memory is not None else 0
+        is_large = answer_bytes > (PLACED_BYTES if self._shares_memory else CHUNK_BYTES)
+        exchange = self._connection.stubs(self.worker_session).exchange
+        pending = exchange.ask(request, next(batches(tensors), None), is_large=is_large)
+        self._sent(pending.sent_bytes)
+        return self._stream(pending, request, is_lent=is_lent)
 
-    def _open(self, method: Any, request: Any, answer: int, *, is_lent: bool = False) -> "AnswerStream[Any]":
-        return AnswerStream(
-            method,
-            request,
-            self._expected_s,
-            self._connection.silence_s,
-            self.worker_session.memory,
-            answer,
-            self._accelerator,
-            is_lent=is_lent,
-        )
+    def _stream(self, messages: Messages, request: segment_pb2.Request, *, is_lent: bool = False) -> AnswerStream:
+        memory = self.worker_session.memory
+        return AnswerStream(messages, self._expected_s, memory, request.answer, self._accelerator, is_lent=is_lent)
 
-    def _closed(self, stream: "AnswerStream[Any]") -> None:
+    def _closed(self, stream: AnswerStream) -> None:
         stream.close()
         self._received(stream.received_bytes)
 

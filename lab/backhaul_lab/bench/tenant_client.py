@@ -6,6 +6,7 @@ it prints how many requests were answered in the following CLIENT_S seconds, and
 in seconds.
 """
 
+import queue
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ class Client:
             for file in (session_pb2, program_pb2, tensor_pb2, segment_pb2)
             for service in file.DESCRIPTOR.services_by_name.values()
         ]
-        sessions, programs, tensors, self._segments = services
+        sessions, programs, tensors, segments = services
         self._metadata = bearer(token)
         request = session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION, client_version=version())
         self._session = sessions.OpenSession(request, metadata=self._metadata).session
@@ -39,22 +40,36 @@ class Client:
         program.session = self._session
         programs.PutProgram(program, metadata=self._metadata)
         tensors.PutTensors(self._tensors(prepared), metadata=self._metadata)
-        segment = segment_pb2.SaveSegmentRequest.FromString((prepared / "segment").read_bytes())
-        segment.key.CopyFrom(self._key(segment_pb2.OPERATION_SAVE, 0))
-        missing = self._segments.SaveSegment(segment, metadata=self._metadata)
-        assert not missing.program_missing
-        assert not missing.missing_tensors
-        self._request = segment_pb2.BackwardRequest.FromString((prepared / "backward").read_bytes())
-        self._backwards = 0
+        self._requests: queue.SimpleQueue[segment_pb2.Request | None] = queue.SimpleQueue()
+        self._answers = segments.Exchange(iter(self._requests.get, None), metadata=self._metadata)
+        segment = segment_pb2.SaveRequest.FromString((prepared / "segment").read_bytes())
+        segment.key.segment = 1
+        (answer,) = self._asked(segment_pb2.Request(session=self._session, save=segment))
+        assert answer.save == segment_pb2.SaveResult()
+        self._backward = segment_pb2.BackwardRequest.FromString((prepared / "backward").read_bytes())
+        self._backward.key.segment = 1
 
-    def backward(self) -> list[segment_pb2.BackwardResponse]:
-        """Requests a backward under a new number, so that the worker computes it again."""
-        self._backwards += 1
-        self._request.key.CopyFrom(self._key(segment_pb2.OPERATION_BACKWARD, self._backwards))
-        return list(self._segments.Backward(self._request, metadata=self._metadata))
+    def backward(self) -> list[segment_pb2.Answer]:
+        """Requests a backward under a new number, so that the worker computes it again. Returns the answer."""
+        self._backward.key.backward += 1
+        return self._asked(segment_pb2.Request(backward=self._backward))
 
-    def _key(self, operation: "segment_pb2.Operation.ValueType", backward: int) -> segment_pb2.OperationKey:
-        return segment_pb2.OperationKey(session=self._session, segment=1, backward=backward, operation=operation)
+    def close(self) -> None:
+        """Ends the requests."""
+        self._requests.put(None)
+
+    def _asked(self, request: segment_pb2.Request) -> list[segment_pb2.Answer]:
+        self._requests.put(request)
+        answers, declared, left_bytes = list[segment_pb2.Answer](), 0, 0
+        while not answers or declared < answers[0].tensor_count or left_bytes:
+            answer = next(self._answers)
+            assert not answer.error, answer.error
+            if not answer.HasField("progress"):
+                answers.append(answer)
+                declared += len(answer.tensors.declarations)
+                left_bytes += sum(declaration.size_bytes for declaration in answer.tensors.declarations)
+                left_bytes -= sum(len(chunk.data) for chunk in answer.tensors.chunks)
+        return answers
 
     def _tensors(self, prepared: Path) -> Iterator[tensor_pb2.PutTensorsRequest]:
         for path in sorted(prepared.glob("tensors-*")):
@@ -68,9 +83,8 @@ def main(address: str, directory: str, token_file: str = "") -> None:
     token = read_token(token_file) if token_file else ""
     with grpc.insecure_channel(address, options=list(CHANNEL_OPTIONS)) as channel:
         client = Client(channel, Path(directory), token)
-        # Clients overwrite each other's answers, which are equal apart from progress messages.
-        answers = [answer for answer in client.backward() if not answer.HasField("progress")]
-        for number, answer in enumerate(answers):
+        # Clients overwrite each other's answers, which are equal apart from their times.
+        for number, answer in enumerate(client.backward()):
             (Path(directory) / f"answer-{number:04}").write_bytes(answer.SerializeToString())
         print("ready", flush=True)
         for line in sys.stdin:
@@ -85,6 +99,7 @@ def main(address: str, directory: str, token_file: str = "") -> None:
                 durations_s.append(time.time() - asked_at_s)
             slowest_s = sorted(durations_s)[int(0.99 * len(durations_s))] if durations_s else CLIENT_S
             print(len(durations_s), slowest_s, flush=True)
+        client.close()
 
 
 if __name__ == "__main__":

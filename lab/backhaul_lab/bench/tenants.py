@@ -132,7 +132,7 @@ def prepare(directory: Path) -> Tensor:
     outgoing[address] = OutgoingTensor(gradient, layout, address)
     messages = {
         "program": program_pb2.PutProgramRequest(program=program),
-        "segment": segment_pb2.SaveSegmentRequest(
+        "segment": segment_pb2.SaveRequest(
             program=address_of_program(program),
             sources=[source.address for source in sources],
             generator_states=recorder.recording.generator_states,
@@ -159,5 +159,5 @@ def answer(directory: Path) -> Tensor:
     """Returns the gradient that a client received."""
     receiver = TensorReceiver()
     for path in sorted(directory.glob("answer-*")):
-        receiver.add(segment_pb2.BackwardResponse.FromString(path.read_bytes()).tensors)
+        receiver.add(segment_pb2.Answer.FromString(path.read_bytes()).tensors)
     return reduce(torch.add, receiver.tensors())  # One gradient per use of the input, of which there are two.

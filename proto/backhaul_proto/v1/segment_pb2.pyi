@@ -11,7 +11,6 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -23,54 +22,29 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _Operation:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    OPERATION_UNSPECIFIED: _Operation.ValueType  # 0
-    OPERATION_SAVE: _Operation.ValueType  # 1
-    OPERATION_RECOMPUTE: _Operation.ValueType  # 2
-    OPERATION_BACKWARD: _Operation.ValueType  # 3
-    OPERATION_RELEASE: _Operation.ValueType  # 4
-
-class Operation(_Operation, metaclass=_OperationEnumTypeWrapper): ...
-
-OPERATION_UNSPECIFIED: Operation.ValueType  # 0
-OPERATION_SAVE: Operation.ValueType  # 1
-OPERATION_RECOMPUTE: Operation.ValueType  # 2
-OPERATION_BACKWARD: Operation.ValueType  # 3
-OPERATION_RELEASE: Operation.ValueType  # 4
-Global___Operation: _TypeAlias = Operation  # noqa: Y015
-
 @_typing.final
 class OperationKey(_message.Message):
-    """Names a request. A repeated request has the key of the first and joins it, or is answered from its result."""
+    """Names a request within its session and its kind. A repeated request has the key of the first and joins it, or is answered
+    from its result.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
     BACKWARD_FIELD_NUMBER: _builtins.int
-    OPERATION_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
     segment: _builtins.int
     """Counted by the session, never reused."""
     backward: _builtins.int
-    """Counted by the segment: each backward pass through it is one."""
-    operation: Global___Operation.ValueType
+    """Counted by the segment: each backward or recompute of it is one."""
     def __init__(
         self,
         *,
-        session: _builtins.str = ...,
         segment: _builtins.int = ...,
         backward: _builtins.int = ...,
-        operation: Global___Operation.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "operation", b"operation", "segment", b"segment", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backward", b"backward", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -115,7 +89,172 @@ class Timing(_message.Message):
 Global___Timing: _TypeAlias = Timing  # noqa: Y015
 
 @_typing.final
-class SaveSegmentRequest(_message.Message):
+class Request(_message.Message):
+    """A request of an exchange. Its number is its position in the stream, from 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    SAVE_FIELD_NUMBER: _builtins.int
+    BACKWARD_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    COLLECT_GRADIENTS_FIELD_NUMBER: _builtins.int
+    FETCH_SOURCES_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    PUSHES_TAKEN_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """The session that the stream belongs to. The first request names it; the others may."""
+    answer: _builtins.int
+    """Names the answer among the session's, for tensors in it that go through shared memory; 0 where none may."""
+    pushes_taken: _builtins.int
+    """How many of the results pushed on this stream the trainer no longer holds. Unset: none are to be pushed on it."""
+    checksum: _builtins.int
+    @_builtins.property
+    def save(self) -> Global___SaveRequest: ...
+    @_builtins.property
+    def backward(self) -> Global___BackwardRequest:
+        """Replays the program, runs its backward and returns gradients."""
+
+    @_builtins.property
+    def recompute(self) -> Global___RecomputeRequest:
+        """Replays the program and returns tensors that autograd saved."""
+
+    @_builtins.property
+    def release(self) -> Global___ReleaseRequest: ...
+    @_builtins.property
+    def collect_gradients(self) -> Global___CollectGradientsRequest:
+        """Returns the sums of what backwards kept here, and ends their round."""
+
+    @_builtins.property
+    def fetch_sources(self) -> Global___FetchSourcesRequest:
+        """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
+
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch:
+        """Tensors that the worker may not hold, where they fit here: stored as by PutTensors."""
+
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        save: Global___SaveRequest | None = ...,
+        backward: Global___BackwardRequest | None = ...,
+        recompute: Global___RecomputeRequest | None = ...,
+        release: Global___ReleaseRequest | None = ...,
+        collect_gradients: Global___CollectGradientsRequest | None = ...,
+        fetch_sources: Global___FetchSourcesRequest | None = ...,
+        answer: _builtins.int = ...,
+        pushes_taken: _builtins.int | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pushes_taken", b"_pushes_taken", "backward", b"backward", "collect_gradients", b"collect_gradients", "fetch_sources", b"fetch_sources", "pushes_taken", b"pushes_taken", "recompute", b"recompute", "release", b"release", "request", b"request", "save", b"save", "tensors", b"tensors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pushes_taken", b"_pushes_taken", "answer", b"answer", "backward", b"backward", "checksum", b"checksum", "collect_gradients", b"collect_gradients", "fetch_sources", b"fetch_sources", "pushes_taken", b"pushes_taken", "recompute", b"recompute", "release", b"release", "request", b"request", "save", b"save", "session", b"session", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pushes_taken: _TypeAlias = _typing.Literal["pushes_taken"]  # noqa: Y015
+    _WhichOneofArgType__pushes_taken: _TypeAlias = _typing.Literal["_pushes_taken", b"_pushes_taken"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["save", "backward", "recompute", "release", "collect_gradients", "fetch_sources"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pushes_taken) -> _WhichOneofReturnType__pushes_taken | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___Request: _TypeAlias = Request  # noqa: Y015
+
+@_typing.final
+class Answer(_message.Message):
+    """A message of an answer: any number with progress, one with the result, and tensors from there on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
+    SAVE_FIELD_NUMBER: _builtins.int
+    BACKWARD_FIELD_NUMBER: _builtins.int
+    RECOMPUTE_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    COLLECT_GRADIENTS_FIELD_NUMBER: _builtins.int
+    FETCH_SOURCES_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the request that is answered; 0 for a result that is pushed."""
+    error: _builtins.bytes
+    """The request failed: an encoded error, see backhaul_runtime.errors. No tensor of the request was stored."""
+    tensor_count: _builtins.int
+    """With the result: of how many tensors it is. The answer ends with the last byte of these."""
+    checksum: _builtins.int
+    @_builtins.property
+    def key(self) -> Global___OperationKey:
+        """Of the segment that the request named."""
+
+    @_builtins.property
+    def progress(self) -> Global___Progress: ...
+    @_builtins.property
+    def save(self) -> Global___SaveResult: ...
+    @_builtins.property
+    def backward(self) -> Global___BackwardResult: ...
+    @_builtins.property
+    def recompute(self) -> Global___RecomputeResult: ...
+    @_builtins.property
+    def release(self) -> Global___ReleaseResult: ...
+    @_builtins.property
+    def collect_gradients(self) -> Global___CollectGradientsResult: ...
+    @_builtins.property
+    def fetch_sources(self) -> Global___FetchSourcesResult: ...
+    @_builtins.property
+    def start(self) -> Global___Start:
+        """With a result that is pushed: what its backward started from. Nobody asked for it yet: the worker went on into the
+        segment by itself.
+        """
+
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___Answer]:
+        """Results that are pushed at the same time, if they are short. None of them has others in it."""
+
+    @_builtins.property
+    def tensors(self) -> _tensor_pb2.TensorBatch: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        key: Global___OperationKey | None = ...,
+        progress: Global___Progress | None = ...,
+        save: Global___SaveResult | None = ...,
+        backward: Global___BackwardResult | None = ...,
+        recompute: Global___RecomputeResult | None = ...,
+        release: Global___ReleaseResult | None = ...,
+        collect_gradients: Global___CollectGradientsResult | None = ...,
+        fetch_sources: Global___FetchSourcesResult | None = ...,
+        error: _builtins.bytes = ...,
+        tensor_count: _builtins.int = ...,
+        start: Global___Start | None = ...,
+        more: _abc.Iterable[Global___Answer] | None = ...,
+        tensors: _tensor_pb2.TensorBatch | None = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "backward", b"backward", "collect_gradients", b"collect_gradients", "error", b"error", "fetch_sources", b"fetch_sources", "key", b"key", "progress", b"progress", "recompute", b"recompute", "release", b"release", "save", b"save", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "backward", b"backward", "checksum", b"checksum", "collect_gradients", b"collect_gradients", "error", b"error", "fetch_sources", b"fetch_sources", "key", b"key", "more", b"more", "number", b"number", "progress", b"progress", "recompute", b"recompute", "release", b"release", "save", b"save", "start", b"start", "tensor_count", b"tensor_count", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["progress", "save", "backward", "recompute", "release", "collect_gradients", "fetch_sources", "error"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___Answer: _TypeAlias = Answer  # noqa: Y015
+
+@_typing.final
+class SaveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
@@ -128,9 +267,7 @@ class SaveSegmentRequest(_message.Message):
     PREDECESSORS_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
     AFTER_RELEASE_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     program: _builtins.bytes
     name: _builtins.str
     """For people: what was called."""
@@ -144,12 +281,11 @@ class SaveSegmentRequest(_message.Message):
     """The number of the last release request that the trainer sent in this session before this request. A save that a later
     release has overtaken is refused: the trainer no longer waits for it, and may never release it again.
     """
-    checksum: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Addresses, one per Program.sources. Empty: of the next in `tensors` that was declared without one."""
+        """Addresses, one per Program.sources. Empty: of the next in `Request.tensors` that was declared without one."""
 
     @_builtins.property
     def transient_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -167,10 +303,6 @@ class SaveSegmentRequest(_message.Message):
     def superseded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Addresses of what weights held before they changed: nobody here will name them again."""
 
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch:
-        """Tensors that the worker may not hold, where they fit here: stored as by PutTensors."""
-
     def __init__(
         self,
         *,
@@ -184,17 +316,15 @@ class SaveSegmentRequest(_message.Message):
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
         predicted: _builtins.bool = ...,
         superseded: _abc.Iterable[_builtins.bytes] | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
         after_release: _builtins.int = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "checksum", b"checksum", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "tensors", b"tensors", "transient_sources", b"transient_sources", "wants_projections", b"wants_projections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "transient_sources", b"transient_sources", "wants_projections", b"wants_projections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SaveSegmentRequest: _TypeAlias = SaveSegmentRequest  # noqa: Y015
+Global___SaveRequest: _TypeAlias = SaveRequest  # noqa: Y015
 
 @_typing.final
 class Predecessor(_message.Message):
@@ -230,41 +360,38 @@ class Predecessor(_message.Message):
 Global___Predecessor: _TypeAlias = Predecessor  # noqa: Y015
 
 @_typing.final
-class SaveSegmentResponse(_message.Message):
+class SaveResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROGRAM_MISSING_FIELD_NUMBER: _builtins.int
     MISSING_TENSORS_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     program_missing: _builtins.bool
-    """All unset: saved. Else: send these and ask again."""
-    refused: _builtins.bool
-    """By ShortSaves only. Ask SaveSegment, which says why."""
-    checksum: _builtins.int
+    """Both unset: saved. Else: send these and ask again."""
+    error: _builtins.bytes
+    """The segment was not saved: an encoded error, as in Answer."""
     @_builtins.property
     def missing_tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Addresses of the tensors that came with the request, in order. They are there, also if it was refused."""
+        """Addresses of the tensors that came with the request, in order. They are stored, whatever became of the segment."""
 
     def __init__(
         self,
         *,
         program_missing: _builtins.bool = ...,
         missing_tensors: _abc.Iterable[_builtins.bytes] | None = ...,
-        refused: _builtins.bool = ...,
+        error: _builtins.bytes = ...,
         stored: _abc.Iterable[_builtins.bytes] | None = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "missing_tensors", b"missing_tensors", "program_missing", b"program_missing", "refused", b"refused", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "missing_tensors", b"missing_tensors", "program_missing", b"program_missing", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SaveSegmentResponse: _TypeAlias = SaveSegmentResponse  # noqa: Y015
+Global___SaveResult: _TypeAlias = SaveResult  # noqa: Y015
 
 @_typing.final
 class RecomputeRequest(_message.Message):
@@ -274,13 +401,8 @@ class RecomputeRequest(_message.Message):
     POSITIONS_FIELD_NUMBER: _builtins.int
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
     """What the trainer expects this to take, so that others can judge their place in the queue."""
-    answer: _builtins.int
-    """Names the answer among the session's, for tensors in it that go through shared memory; 0 where none may."""
-    checksum: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
@@ -298,12 +420,10 @@ class RecomputeRequest(_message.Message):
         positions: _abc.Iterable[_builtins.int] | None = ...,
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
-        answer: _builtins.int = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "positions", b"positions", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_s", b"expected_s", "key", b"key", "positions", b"positions", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,28 +437,20 @@ class BackwardRequest(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     UPCOMING_SEGMENTS_FIELD_NUMBER: _builtins.int
     EXPECTED_S_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     PASS_NUMBER_FIELD_NUMBER: _builtins.int
     UNSENT_SOURCES_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     expected_s: _builtins.float
-    answer: _builtins.int
-    """As in RecomputeRequest."""
     pass_number: _builtins.int
     """The same for all backwards that autograd runs as one. Read where there are slots."""
-    checksum: _builtins.int
     @_builtins.property
     def key(self) -> Global___OperationKey: ...
     @_builtins.property
-    def start(self) -> Global___Start: ...
+    def start(self) -> Global___Start:
+        """Its gradients come before this or with it, or are gradients that this worker returned."""
+
     @_builtins.property
     def upcoming_segments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch:
-        """Gradients that the worker may not hold, where they fit here: stored as by PutTensors."""
-
     @_builtins.property
     def slots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slot]:
         """Sources whose contributions may stay here, to be summed across backwards."""
@@ -354,16 +466,13 @@ class BackwardRequest(_message.Message):
         start: Global___Start | None = ...,
         upcoming_segments: _abc.Iterable[_builtins.int] | None = ...,
         expected_s: _builtins.float = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        answer: _builtins.int = ...,
         slots: _abc.Iterable[Global___Slot] | None = ...,
         pass_number: _builtins.int = ...,
         unsent_sources: _abc.Iterable[_builtins.int] | None = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "tensors", b"tensors", "unsent_sources", b"unsent_sources", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_s", b"expected_s", "key", b"key", "pass_number", b"pass_number", "slots", b"slots", "start", b"start", "unsent_sources", b"unsent_sources", "upcoming_segments", b"upcoming_segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,68 +517,6 @@ class Start(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Start: _TypeAlias = Start  # noqa: Y015
-
-@_typing.final
-class AheadRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
-    checksum: _builtins.int
-    def __init__(
-        self,
-        *,
-        session: _builtins.str = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "session", b"session"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AheadRequest: _TypeAlias = AheadRequest  # noqa: Y015
-
-@_typing.final
-class AheadResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SEGMENT_FIELD_NUMBER: _builtins.int
-    START_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    MORE_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    segment: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def start(self) -> Global___Start: ...
-    @_builtins.property
-    def result(self) -> Global___BackwardResult: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch: ...
-    @_builtins.property
-    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___AheadResponse]:
-        """What was ready at the same time, if it is short. None of them has others in it."""
-
-    def __init__(
-        self,
-        *,
-        segment: _builtins.int = ...,
-        start: Global___Start | None = ...,
-        result: Global___BackwardResult | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        more: _abc.Iterable[Global___AheadResponse] | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "more", b"more", "result", b"result", "segment", b"segment", "start", b"start", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AheadResponse: _TypeAlias = AheadResponse  # noqa: Y015
 
 @_typing.final
 class Slot(_message.Message):
@@ -601,39 +648,6 @@ class ViewSpec(_message.Message):
 Global___ViewSpec: _TypeAlias = ViewSpec  # noqa: Y015
 
 @_typing.final
-class RecomputeResponse(_message.Message):
-    """Any number with progress, one with the result, and tensors from there on."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def result(self) -> Global___RecomputeResult: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch: ...
-    def __init__(
-        self,
-        *,
-        progress: Global___Progress | None = ...,
-        result: Global___RecomputeResult | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RecomputeResponse: _TypeAlias = RecomputeResponse  # noqa: Y015
-
-@_typing.final
 class RecomputeResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -694,39 +708,6 @@ class Projection(_message.Message):
 Global___Projection: _TypeAlias = Projection  # noqa: Y015
 
 @_typing.final
-class BackwardResponse(_message.Message):
-    """As of a recompute."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def result(self) -> Global___BackwardResult: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch: ...
-    def __init__(
-        self,
-        *,
-        progress: Global___Progress | None = ...,
-        result: Global___BackwardResult | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BackwardResponse: _TypeAlias = BackwardResponse  # noqa: Y015
-
-@_typing.final
 class BackwardResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -761,7 +742,7 @@ class BackwardResult(_message.Message):
 
     @_builtins.property
     def goes_on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Segments whose results come by Ahead next, if nothing comes between."""
+        """Segments whose results are pushed next, if nothing comes between."""
 
     def __init__(
         self,
@@ -837,16 +818,14 @@ class Contribution(_message.Message):
 Global___Contribution: _TypeAlias = Contribution  # noqa: Y015
 
 @_typing.final
-class ReleaseSegmentsRequest(_message.Message):
+class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Counts the release requests of the session from 1."""
-    checksum: _builtins.int
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperationKey]: ...
     @_builtins.property
@@ -859,34 +838,29 @@ class ReleaseSegmentsRequest(_message.Message):
         keys: _abc.Iterable[Global___OperationKey] | None = ...,
         commits: Global___Commits | None = ...,
         number: _builtins.int = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "commits", b"commits", "keys", b"keys", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "keys", b"keys", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseSegmentsRequest: _TypeAlias = ReleaseSegmentsRequest  # noqa: Y015
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
 
 @_typing.final
-class ReleaseSegmentsResponse(_message.Message):
+class ReleaseResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
     def __init__(
         self,
-        *,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseSegmentsResponse: _TypeAlias = ReleaseSegmentsResponse  # noqa: Y015
+Global___ReleaseResult: _TypeAlias = ReleaseResult  # noqa: Y015
 
 @_typing.final
 class Commits(_message.Message):
@@ -922,17 +896,10 @@ Global___Commits: _TypeAlias = Commits  # noqa: Y015
 class CollectGradientsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
     count: _builtins.int
     """Commits of the round. Where not all have been taken nothing is returned."""
-    answer: _builtins.int
-    """As in RecomputeRequest."""
-    checksum: _builtins.int
     @_builtins.property
     def commits(self) -> Global___Commits:
         """Those that may not have come yet."""
@@ -940,52 +907,16 @@ class CollectGradientsRequest(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.str = ...,
         commits: Global___Commits | None = ...,
         count: _builtins.int = ...,
-        answer: _builtins.int = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "checksum", b"checksum", "commits", b"commits", "count", b"count", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "count", b"count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CollectGradientsRequest: _TypeAlias = CollectGradientsRequest  # noqa: Y015
-
-@_typing.final
-class CollectGradientsResponse(_message.Message):
-    """As of a recompute."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def result(self) -> Global___CollectGradientsResult: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch: ...
-    def __init__(
-        self,
-        *,
-        progress: Global___Progress | None = ...,
-        result: Global___CollectGradientsResult | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CollectGradientsResponse: _TypeAlias = CollectGradientsResponse  # noqa: Y015
 
 @_typing.final
 class CollectGradientsResult(_message.Message):
@@ -994,7 +925,7 @@ class CollectGradientsResult(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """One per tensor of the stream."""
+        """One per tensor of the answer."""
 
     def __init__(
         self,
@@ -1013,14 +944,7 @@ Global___CollectGradientsResult: _TypeAlias = CollectGradientsResult  # noqa: Y0
 class FetchSourcesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SESSION_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
-    ANSWER_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    session: _builtins.str
-    answer: _builtins.int
-    """As in RecomputeRequest."""
-    checksum: _builtins.int
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """What no segment of the session names is left out of the answer."""
@@ -1028,51 +952,15 @@ class FetchSourcesRequest(_message.Message):
     def __init__(
         self,
         *,
-        session: _builtins.str = ...,
         addresses: _abc.Iterable[_builtins.bytes] | None = ...,
-        answer: _builtins.int = ...,
-        checksum: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "answer", b"answer", "checksum", b"checksum", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchSourcesRequest: _TypeAlias = FetchSourcesRequest  # noqa: Y015
-
-@_typing.final
-class FetchSourcesResponse(_message.Message):
-    """As of a recompute."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROGRESS_FIELD_NUMBER: _builtins.int
-    RESULT_FIELD_NUMBER: _builtins.int
-    TENSORS_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    checksum: _builtins.int
-    @_builtins.property
-    def progress(self) -> Global___Progress: ...
-    @_builtins.property
-    def result(self) -> Global___FetchSourcesResult: ...
-    @_builtins.property
-    def tensors(self) -> _tensor_pb2.TensorBatch: ...
-    def __init__(
-        self,
-        *,
-        progress: Global___Progress | None = ...,
-        result: Global___FetchSourcesResult | None = ...,
-        tensors: _tensor_pb2.TensorBatch | None = ...,
-        checksum: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "progress", b"progress", "result", b"result", "tensors", b"tensors"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___FetchSourcesResponse: _TypeAlias = FetchSourcesResponse  # noqa: Y015
 
 @_typing.final
 class FetchSourcesResult(_message.Message):

@@ -35,50 +35,10 @@ class SegmentServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.SaveSegment = channel.unary_unary(
-                '/backhaul_proto.v1.SegmentService/SaveSegment',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
-                _registered_method=True)
-        self.ShortSaves = channel.stream_stream(
-                '/backhaul_proto.v1.SegmentService/ShortSaves',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
-                _registered_method=True)
-        self.Recompute = channel.unary_stream(
-                '/backhaul_proto.v1.SegmentService/Recompute',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.RecomputeRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.RecomputeResponse.FromString,
-                _registered_method=True)
-        self.Backward = channel.unary_stream(
-                '/backhaul_proto.v1.SegmentService/Backward',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
-                _registered_method=True)
-        self.ShortBackwards = channel.stream_stream(
-                '/backhaul_proto.v1.SegmentService/ShortBackwards',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
-                _registered_method=True)
-        self.Ahead = channel.unary_stream(
-                '/backhaul_proto.v1.SegmentService/Ahead',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.FromString,
-                _registered_method=True)
-        self.ReleaseSegments = channel.unary_unary(
-                '/backhaul_proto.v1.SegmentService/ReleaseSegments',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.FromString,
-                _registered_method=True)
-        self.CollectGradients = channel.unary_stream(
-                '/backhaul_proto.v1.SegmentService/CollectGradients',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
-                _registered_method=True)
-        self.FetchSources = channel.unary_stream(
-                '/backhaul_proto.v1.SegmentService/FetchSources',
-                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.SerializeToString,
-                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.FromString,
+        self.Exchange = channel.stream_stream(
+                '/backhaul_proto.v1.SegmentService/Exchange',
+                request_serializer=backhaul__proto_dot_v1_dot_segment__pb2.Request.SerializeToString,
+                response_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.Answer.FromString,
                 _registered_method=True)
 
 
@@ -86,64 +46,9 @@ class SegmentServiceServicer(object):
     """The lifecycle: save, then any number of backward or recompute, then release.
     """
 
-    def SaveSegment(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ShortSaves(self, request_iterator, context):
-        """SaveSegment of one request after the other, each answered by one message; see ShortBackwards.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Recompute(self, request, context):
-        """Replays the program and returns tensors that autograd saved.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Backward(self, request, context):
-        """Replays the program, runs its backward and returns gradients.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ShortBackwards(self, request_iterator, context):
-        """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
-        than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Ahead(self, request, context):
-        """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
-        one message. Stays open.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ReleaseSegments(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CollectGradients(self, request, context):
-        """Returns the sums of what backwards kept here, and ends their round.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def FetchSources(self, request, context):
-        """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there.
+    def Exchange(self, request_iterator, context):
+        """Requests of one session, and their answers in the order in which they are ready: see NOTE [Exchange] in
+        backhaul._worker_client.connection.exchange. A session has one that stays open, and one for each large answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -152,50 +57,10 @@ class SegmentServiceServicer(object):
 
 def add_SegmentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'SaveSegment': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveSegment,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.SerializeToString,
-            ),
-            'ShortSaves': grpc.stream_stream_rpc_method_handler(
-                    servicer.ShortSaves,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.SerializeToString,
-            ),
-            'Recompute': grpc.unary_stream_rpc_method_handler(
-                    servicer.Recompute,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.RecomputeRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.RecomputeResponse.SerializeToString,
-            ),
-            'Backward': grpc.unary_stream_rpc_method_handler(
-                    servicer.Backward,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.SerializeToString,
-            ),
-            'ShortBackwards': grpc.stream_stream_rpc_method_handler(
-                    servicer.ShortBackwards,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.SerializeToString,
-            ),
-            'Ahead': grpc.unary_stream_rpc_method_handler(
-                    servicer.Ahead,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.SerializeToString,
-            ),
-            'ReleaseSegments': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseSegments,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.SerializeToString,
-            ),
-            'CollectGradients': grpc.unary_stream_rpc_method_handler(
-                    servicer.CollectGradients,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.SerializeToString,
-            ),
-            'FetchSources': grpc.unary_stream_rpc_method_handler(
-                    servicer.FetchSources,
-                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.FromString,
-                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.SerializeToString,
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=backhaul__proto_dot_v1_dot_segment__pb2.Request.FromString,
+                    response_serializer=backhaul__proto_dot_v1_dot_segment__pb2.Answer.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -210,34 +75,7 @@ class SegmentService(object):
     """
 
     @staticmethod
-    def SaveSegment(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/SaveSegment',
-            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ShortSaves(request_iterator,
+    def Exchange(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -250,198 +88,9 @@ class SegmentService(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/backhaul_proto.v1.SegmentService/ShortSaves',
-            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.SaveSegmentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Recompute(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/Recompute',
-            backhaul__proto_dot_v1_dot_segment__pb2.RecomputeRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.RecomputeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Backward(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/Backward',
-            backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ShortBackwards(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/backhaul_proto.v1.SegmentService/ShortBackwards',
-            backhaul__proto_dot_v1_dot_segment__pb2.BackwardRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.BackwardResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Ahead(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/Ahead',
-            backhaul__proto_dot_v1_dot_segment__pb2.AheadRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.AheadResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ReleaseSegments(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/ReleaseSegments',
-            backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.ReleaseSegmentsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CollectGradients(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/CollectGradients',
-            backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.CollectGradientsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def FetchSources(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/backhaul_proto.v1.SegmentService/FetchSources',
-            backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesRequest.SerializeToString,
-            backhaul__proto_dot_v1_dot_segment__pb2.FetchSourcesResponse.FromString,
+            '/backhaul_proto.v1.SegmentService/Exchange',
+            backhaul__proto_dot_v1_dot_segment__pb2.Request.SerializeToString,
+            backhaul__proto_dot_v1_dot_segment__pb2.Answer.FromString,
             options,
             channel_credentials,
             insecure,

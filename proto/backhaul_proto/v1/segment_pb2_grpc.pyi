@@ -35,128 +35,32 @@ class SegmentServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SegmentServiceAsyncStub: ...
-    SaveSegment: _grpc.UnaryUnaryMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]
-    ShortSaves: _grpc.StreamStreamMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]
-    """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
-    Recompute: _grpc.UnaryStreamMultiCallable[_segment_pb2.RecomputeRequest, _segment_pb2.RecomputeResponse]
-    """Replays the program and returns tensors that autograd saved."""
-    Backward: _grpc.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]
-    """Replays the program, runs its backward and returns gradients."""
-    ShortBackwards: _grpc.StreamStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]
-    """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
-    than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    Exchange: _grpc.StreamStreamMultiCallable[_segment_pb2.Request, _segment_pb2.Answer]
+    """Requests of one session, and their answers in the order in which they are ready: see NOTE [Exchange] in
+    backhaul._worker_client.connection.exchange. A session has one that stays open, and one for each large answer.
     """
-    Ahead: _grpc.UnaryStreamMultiCallable[_segment_pb2.AheadRequest, _segment_pb2.AheadResponse]
-    """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
-    one message. Stays open.
-    """
-    ReleaseSegments: _grpc.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]
-    CollectGradients: _grpc.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]
-    """Returns the sums of what backwards kept here, and ends their round."""
-    FetchSources: _grpc.UnaryStreamMultiCallable[_segment_pb2.FetchSourcesRequest, _segment_pb2.FetchSourcesResponse]
-    """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 @_typing.type_check_only
 class SegmentServiceAsyncStub(SegmentServiceStub):
     """The lifecycle: save, then any number of backward or recompute, then release."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    SaveSegment: _aio.UnaryUnaryMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]  # type: ignore[assignment]
-    ShortSaves: _aio.StreamStreamMultiCallable[_segment_pb2.SaveSegmentRequest, _segment_pb2.SaveSegmentResponse]  # type: ignore[assignment]
-    """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
-    Recompute: _aio.UnaryStreamMultiCallable[_segment_pb2.RecomputeRequest, _segment_pb2.RecomputeResponse]  # type: ignore[assignment]
-    """Replays the program and returns tensors that autograd saved."""
-    Backward: _aio.UnaryStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
-    """Replays the program, runs its backward and returns gradients."""
-    ShortBackwards: _aio.StreamStreamMultiCallable[_segment_pb2.BackwardRequest, _segment_pb2.BackwardResponse]  # type: ignore[assignment]
-    """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
-    than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    Exchange: _aio.StreamStreamMultiCallable[_segment_pb2.Request, _segment_pb2.Answer]  # type: ignore[assignment]
+    """Requests of one session, and their answers in the order in which they are ready: see NOTE [Exchange] in
+    backhaul._worker_client.connection.exchange. A session has one that stays open, and one for each large answer.
     """
-    Ahead: _aio.UnaryStreamMultiCallable[_segment_pb2.AheadRequest, _segment_pb2.AheadResponse]  # type: ignore[assignment]
-    """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
-    one message. Stays open.
-    """
-    ReleaseSegments: _aio.UnaryUnaryMultiCallable[_segment_pb2.ReleaseSegmentsRequest, _segment_pb2.ReleaseSegmentsResponse]  # type: ignore[assignment]
-    CollectGradients: _aio.UnaryStreamMultiCallable[_segment_pb2.CollectGradientsRequest, _segment_pb2.CollectGradientsResponse]  # type: ignore[assignment]
-    """Returns the sums of what backwards kept here, and ends their round."""
-    FetchSources: _aio.UnaryStreamMultiCallable[_segment_pb2.FetchSourcesRequest, _segment_pb2.FetchSourcesResponse]  # type: ignore[assignment]
-    """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 class SegmentServiceServicer(metaclass=_abc_1.ABCMeta):
     """The lifecycle: save, then any number of backward or recompute, then release."""
 
     @_abc_1.abstractmethod
-    def SaveSegment(
+    def Exchange(
         self,
-        request: _segment_pb2.SaveSegmentRequest,
+        request_iterator: _MaybeAsyncIterator[_segment_pb2.Request],
         context: _ServicerContext,
-    ) -> _typing.Union[_segment_pb2.SaveSegmentResponse, _abc.Awaitable[_segment_pb2.SaveSegmentResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def ShortSaves(
-        self,
-        request_iterator: _MaybeAsyncIterator[_segment_pb2.SaveSegmentRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.SaveSegmentResponse], _abc.AsyncIterator[_segment_pb2.SaveSegmentResponse]]:
-        """SaveSegment of one request after the other, each answered by one message; see ShortBackwards."""
-
-    @_abc_1.abstractmethod
-    def Recompute(
-        self,
-        request: _segment_pb2.RecomputeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.RecomputeResponse], _abc.AsyncIterator[_segment_pb2.RecomputeResponse]]:
-        """Replays the program and returns tensors that autograd saved."""
-
-    @_abc_1.abstractmethod
-    def Backward(
-        self,
-        request: _segment_pb2.BackwardRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.BackwardResponse], _abc.AsyncIterator[_segment_pb2.BackwardResponse]]:
-        """Replays the program, runs its backward and returns gradients."""
-
-    @_abc_1.abstractmethod
-    def ShortBackwards(
-        self,
-        request_iterator: _MaybeAsyncIterator[_segment_pb2.BackwardRequest],
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.BackwardResponse], _abc.AsyncIterator[_segment_pb2.BackwardResponse]]:
-        """Backward of one request after the other, each answered by one message: a round trip on an open stream takes less
-        than a call. Where that holds no result, it is not ready or not short: ask Backward, with the same key.
+    ) -> _typing.Union[_abc.Iterator[_segment_pb2.Answer], _abc.AsyncIterator[_segment_pb2.Answer]]:
+        """Requests of one session, and their answers in the order in which they are ready: see NOTE [Exchange] in
+        backhaul._worker_client.connection.exchange. A session has one that stays open, and one for each large answer.
         """
-
-    @_abc_1.abstractmethod
-    def Ahead(
-        self,
-        request: _segment_pb2.AheadRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.AheadResponse], _abc.AsyncIterator[_segment_pb2.AheadResponse]]:
-        """Results of backwards that nobody asked for yet: of segments that the worker went on into by itself, each where it fits
-        one message. Stays open.
-        """
-
-    @_abc_1.abstractmethod
-    def ReleaseSegments(
-        self,
-        request: _segment_pb2.ReleaseSegmentsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_segment_pb2.ReleaseSegmentsResponse, _abc.Awaitable[_segment_pb2.ReleaseSegmentsResponse]]: ...
-
-    @_abc_1.abstractmethod
-    def CollectGradients(
-        self,
-        request: _segment_pb2.CollectGradientsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.CollectGradientsResponse], _abc.AsyncIterator[_segment_pb2.CollectGradientsResponse]]:
-        """Returns the sums of what backwards kept here, and ends their round."""
-
-    @_abc_1.abstractmethod
-    def FetchSources(
-        self,
-        request: _segment_pb2.FetchSourcesRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_segment_pb2.FetchSourcesResponse], _abc.AsyncIterator[_segment_pb2.FetchSourcesResponse]]:
-        """Returns what segments were saved with, for a trainer that lost other segments and computes them again from there."""
 
 def add_SegmentServiceServicer_to_server(servicer: SegmentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

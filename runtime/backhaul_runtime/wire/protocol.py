@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 from backhaul_runtime.process.addresses import Address
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 CHUNK_BYTES = 1 << 20
 """Bytes of elements per message of a tensor stream. Sizes of 256 KiB and 4 MiB reach 0.55 to 0.9 of its throughput."""
+
+MOST_PUSHED, PUSHED_BYTES = 64, 4 << 20
+"""Number and bytes of pushed results beyond which a worker pushes no more until the trainer has taken some."""
 
 PROGRESS_INTERVAL_S = 0.5
 """Seconds between the messages by which a worker reports that a request still waits or runs."""

@@ -209,6 +209,7 @@ class TensorReceiver:
         self._is_for_store = is_for_store
         self.spared_bytes = 0
         self._arrivals: list[_StreamedTensor | _SharedTensor] = []
+        self._complete = 0  # how many of the first are complete
 
     def add_carried(self, carried: TensorMessage[Any]) -> None:
         """Adds the tensors of a message, if it has any. Raises as `add` does."""
@@ -297,6 +298,17 @@ class TensorReceiver:
     def is_complete(self, index: int) -> bool:
         """Returns whether all bytes of the `index`-th declared tensor have arrived."""
         return index < len(self._arrivals) and self._arrivals[index].is_complete
+
+    def has_all(self, count: int) -> bool:
+        """Returns whether the stream's tensors, of which there are `count`, are complete.
+
+        Raises TransferError if more were declared.
+        """
+        if len(self._arrivals) > count:
+            raise TransferError(f"{len(self._arrivals)} tensors were declared in an answer of {count}")
+        while self.is_complete(self._complete):
+            self._complete += 1
+        return self._complete == count
 
     def tensor(self, index: int) -> Tensor:
         """Returns the `index`-th declared tensor. Raises TransferError if its bytes have not all arrived."""

@@ -60,9 +60,14 @@ ALL_REQUESTS = Limit(
 )
 ANSWERS = Limit("answers that are being sent to a session", 16, "each holds two messages of 1 MiB in gRPC's buffers")
 STREAMS = Limit(
-    "open streams of a session", 12, "a trainer has three and one per upload, and as many again after its network broke"
+    "open streams of a session",
+    40,
+    "a trainer has one, one per upload and large answer, and as many again after a break",
 )
 ALL_STREAMS = Limit("open streams on a worker", 512, "each may hold a message of 1 MiB in gRPC's buffers")
+IN_FLIGHT = Limit(
+    "requests of a stream that run at once", 32, "a trainer has one for each of its threads; no more are read meanwhile"
+)
 UNNAMED_STREAMS = Limit("open streams that have named no session yet", 64, "a trainer opens one with its first request")
 UPLOADED = Limit(
     "tensors of an upload",
@@ -123,7 +128,8 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
     session_pb2.CloseSessionRequest: RequestLimits(_SMALL),
     program_pb2.PutProgramRequest: RequestLimits(MAX_MESSAGE_BYTES),
     tensor_pb2.PutTensorsRequest: RequestLimits(_TENSORS),
-    segment_pb2.SaveSegmentRequest: RequestLimits(
+    segment_pb2.Request: RequestLimits(MAX_MESSAGE_BYTES),
+    segment_pb2.SaveRequest: RequestLimits(
         MAX_MESSAGE_BYTES,
         {
             "sources": _SOURCES,
@@ -147,8 +153,7 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
             "unsent_sources": _SOURCES,
         },
     ),
-    segment_pb2.AheadRequest: RequestLimits(_SMALL),
-    segment_pb2.ReleaseSegmentsRequest: RequestLimits(_LISTS, {"keys": _KEYS, "commits.backwards": _COMMITS}),
+    segment_pb2.ReleaseRequest: RequestLimits(_LISTS, {"keys": _KEYS, "commits.backwards": _COMMITS}),
     segment_pb2.CollectGradientsRequest: RequestLimits(_LISTS, {"commits.backwards": _COMMITS}),
     segment_pb2.FetchSourcesRequest: RequestLimits(_LISTS, {"addresses": _FETCHED}),
     telemetry_pb2.GetTelemetryRequest: RequestLimits(_SMALL),
@@ -164,20 +169,37 @@ REQUESTS_BY_KIND: Mapping[type[Message], RequestLimits] = {
         },
     ),
 }
-"""The limits of every kind of request, which a test checks for completeness. `splicing` limits a request's tensors."""
+"""The limits of every kind of request, which a test checks for completeness. `splicing` limits a request's tensors.
+
+A request of an exchange has its own limits and those of what it asks for."""
 
 
 def check_size(kind: type[Message], data: bytes) -> None:
     """Raises LimitError for a request that is too large for its kind. Call it before parsing."""
+    _check_bytes(kind, len(data))
+
+
+def _check_bytes(kind: type[Message], size_bytes: int) -> None:
     most = REQUESTS_BY_KIND[kind].most_bytes
-    if len(data) > most:
+    if size_bytes > most:
         what = f"bytes of a {kind.DESCRIPTOR.name}"
-        message = f"{len(data)} {what} exceed the worker's limit of {most}"
-        raise LimitError(message, limit=what, most=most, found=len(data))
+        message = f"{size_bytes} {what} exceed the worker's limit of {most}"
+        raise LimitError(message, limit=what, most=most, found=size_bytes)
 
 
-def check_fields(message: Message) -> None:
-    """Raises LimitError for a request with a list or a name that is too long."""
+def check_fields(message: Message, size_bytes: int = 0) -> None:
+    """Raises LimitError for a request with a list or a name that is too long.
+
+    Args:
+        message: A request that was parsed.
+        size_bytes: The size of the whole message, for the limits of what a request of an exchange asks for.
+    """
+    if isinstance(message, segment_pb2.Request):
+        kind = message.WhichOneof("request")
+        if kind is not None:
+            asked = getattr(message, kind)
+            _check_bytes(type(asked), size_bytes)
+            check_fields(asked)
     for path, limit in _PATHS[type(message)]:
         for length in _lengths(message, path):
             limit.check(length)

@@ -156,22 +156,16 @@ class UncollectedGradients:
     def _asked(self, worker_session: WorkerSession, count: Callable[[int], None]) -> list[tuple[Tensor, Tensor]]:
         memory = worker_session.memory
         answer = memory.answer() if memory is not None else 0
-        request = segment_pb2.CollectGradientsRequest(
-            session=worker_session.session, commits=self._commits(), count=self._count, answer=answer
+        request = segment_pb2.Request(
+            session=worker_session.session,
+            collect_gradients=segment_pb2.CollectGradientsRequest(commits=self._commits(), count=self._count),
+            answer=answer,
         )
         devices = {parameter.device for parameter in self._parameters.values()} - {torch.device("cpu")}
-        method = self._connection.stubs(worker_session).segments.CollectGradients
-        stream: AnswerStream[segment_pb2.CollectGradientsResult] = AnswerStream(
-            method,
-            request,
-            lambda: LONGEST_S,
-            self._connection.silence_s,
-            memory,
-            answer,
-            next(iter(devices), None),
-        )
+        pending = self._connection.stubs(worker_session).exchange.ask(request, is_large=True)
+        stream = AnswerStream(pending, lambda: LONGEST_S, memory, answer, next(iter(devices), None))
         try:
-            slots = list(stream.result().slots)
+            slots = list(stream.result().collect_gradients.slots)
             tensors = stream.rest().tensors()
         finally:
             stream.close()

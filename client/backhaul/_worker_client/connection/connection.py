@@ -40,6 +40,7 @@ from backhaul_runtime.errors import (
     SessionClosedError,
     SessionUnknownError,
     SettingError,
+    TransferError,
     WorkerLostError,
 )
 from backhaul_runtime.process.addresses import Address, is_private, socket_address
@@ -62,6 +63,8 @@ LAST_RUN = 0.1
 """The part of a worker's speed that its last run determines."""
 _HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"})
 """The statuses of errors that say nothing against the connection."""
+_REPEATABLE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""})
+"""The statuses of errors after which the worker may still have the session, and answer."""
 FULL = (LimitError, BudgetError)
 """The errors of a worker that has no room for another session."""
 
@@ -291,6 +294,16 @@ class Connection:
             return False
         self._up = True
         return True
+
+    def may_repeat(self, worker_session: WorkerSession, error: BackhaulError) -> bool:
+        """Returns whether to repeat a request once after an error. Only failures on the way are worth it.
+
+        Notes the trouble. A worker's own error would occur again, and a busy worker stays busy.
+        """
+        if isinstance(error, WorkerLostError):
+            self.trouble(worker_session, error)
+            return error.status in _REPEATABLE and self.recovered(worker_session)
+        return isinstance(error, TransferError)  # a damaged request, or damaged tensors of the answer
 
     def forked(self) -> None:
         """Detaches from the parent's connection in the child of a fork.

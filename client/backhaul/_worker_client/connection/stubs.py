@@ -1,10 +1,9 @@
-"""The stubs of a worker's services on one channel, and the streams that stay open on it between requests."""
+"""The stubs of a worker's services on one channel, and the exchange of the session on it."""
 
 import grpc
 
 from backhaul._worker_client.connection.calls import AuthenticatedMethod
-from backhaul._worker_client.connection.pushed_results import PushedResults
-from backhaul._worker_client.connection.request_stream import RequestStream
+from backhaul._worker_client.connection.exchange import Exchange
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.process.credentials import bearer
 from backhaul_runtime.wire.stubs import stub
@@ -16,7 +15,10 @@ class Stubs:
     Args:
         channel: The gRPC channel to a worker.
         token: Sent with every call.
-        silence_s: Seconds without a message after which a request stream counts as broken, see NOTE [Short].
+        silence_s: The longest silence in seconds, see NOTE [Bounds].
+
+    Attributes:
+        exchange: The requests of the session, with their answers.
     """
 
     def __init__(self, channel: grpc.Channel, token: str, silence_s: float) -> None:
@@ -29,12 +31,8 @@ class Stubs:
             for service in list(vars(self).values()):
                 for name, method in list(vars(service).items()):
                     setattr(service, name, AuthenticatedMethod(method, bearer(token)))
-        self.short_saves = RequestStream(self.segments.ShortSaves, silence_s)
-        self.short_backwards = RequestStream(self.segments.ShortBackwards, silence_s)
-        self.pushed_results = PushedResults(self.segments.Ahead)
+        self.exchange = Exchange(self.segments.Exchange, silence_s)
 
     def close(self) -> None:
-        """Closes the streams that stay open between requests."""
-        self.short_saves.close()
-        self.short_backwards.close()
-        self.pushed_results.close()
+        """Ends the exchange."""
+        self.exchange.close()

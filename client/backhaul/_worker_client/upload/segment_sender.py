@@ -9,7 +9,7 @@ from time import perf_counter
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import Liveness
-from backhaul._worker_client.connection.request_stream import RequestStream
+from backhaul._worker_client.connection.exchange import decoded_error
 from backhaul._worker_client.connection.shared_memory import sending
 from backhaul._worker_client.upload.compression import Compression, TensorDifference
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
@@ -23,18 +23,14 @@ from backhaul_runtime.tensors.deferred_digest import read
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.staging import Side, queued_aside
 from backhaul_runtime.wire.layout_codec import encode_layout
-from backhaul_runtime.wire.protocol import MAX_NAME
-from backhaul_runtime.wire.splicing import encode_all
+from backhaul_runtime.wire.protocol import CHUNK_BYTES, MAX_MESSAGE_BYTES, MAX_NAME
+from backhaul_runtime.wire.splicing import Batch
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, batches, payload_bytes
 
 logger = logging.getLogger("backhaul")
 MAX_ATTEMPTS = 3
 MEASURED_BYTES = 64 << 10
 """Sending fewer bytes takes no longer than a round trip, so it says nothing about the link's rate."""
-
-
-class _UnansweredError(Exception):
-    """It is unknown which tensors of a message the worker took."""
 
 
 class SegmentSender:
@@ -87,10 +83,8 @@ class SegmentSender:
                 else address_of(source.to_read())
                 for source in save.sources
             ]
-        request = segment_pb2.SaveSegmentRequest(
-            key=segment_pb2.OperationKey(
-                session=worker_session.session, segment=save.segment, operation=segment_pb2.OPERATION_SAVE
-            ),
+        request = segment_pb2.SaveRequest(
+            key=segment_pb2.OperationKey(segment=save.segment),
             program=save.program_address,
             transient_sources=[i for i, source in enumerate(save.sources) if source.is_transient],
             generator_states=save.generator_states,
@@ -117,59 +111,49 @@ class SegmentSender:
         for _ in range(MAX_ATTEMPTS):
             if not self._stored.knows(worker_session, save.program_address):
                 self._put_program(save)
-            answer = self._ask_to_save(save, request, addresses, derived)
+            result = self._saved(save, request, addresses, derived)
             derived = set()  # a second attempt sends what the worker could not derive
-            if not answer.program_missing and not answer.missing_tensors:
+            if not result.program_missing and not result.missing_tensors:
                 if worker_session.memory is not None and not save.is_predicted:
                     worker_session.memory.make_room()
                 return
             # The worker has evicted them since it named them. What it no longer has must be sent again.
-            self._stored.unlearn([*answer.missing_tensors, *([save.program_address] if answer.program_missing else [])])
+            self._stored.unlearn([*result.missing_tensors, *([save.program_address] if result.program_missing else [])])
         raise WorkerLostError(
             f"the worker evicted tensors of segment {save.name} as fast as they arrived: start it with more --memory",
             status="BUSY",
         )
 
     @only_in("backhaul-upload")
-    def _ask_to_save(
+    def _saved(
         self,
         save: SegmentUpload,
-        request: segment_pb2.SaveSegmentRequest,
+        request: segment_pb2.SaveRequest,
         addresses: list[bytes],
         derived: Collection[int],
-    ) -> segment_pb2.SaveSegmentResponse:
-        stubs = self._connection.stubs(save.worker_session)
+    ) -> segment_pb2.SaveResult:
+        """Sends the request with what the worker lacks; once more, with whole tensors, if it may have been lost."""
         try:
-            answer = self._send_missing(save, request, addresses, derived, stubs.short_saves)
-            if answer is not None and not answer.refused:
-                return answer
-        except (TransferError, _UnansweredError) as error:  # the RPC reports what is wrong
-            logger.debug(
-                "The open stream did not save a segment: %r", error, extra=about(self._connection.run, save.name)
-            )
-        self._send_missing(save, request, addresses, derived)  # whatever failed, whole tensors
-        request.sources[:] = addresses
-        save.count(request.ByteSize())
-        response: segment_pb2.SaveSegmentResponse = call_unary(
-            stubs.segments.SaveSegment, request, self._connection.silence_s
-        )
-        return response
+            return self._sent(save, request, addresses, derived, may_differ=True)
+        except (TransferError, WorkerLostError) as error:
+            if not self._connection.may_repeat(save.worker_session, error):
+                raise
+            logger.debug("A segment is sent again: %r", error, extra=about(self._connection.run, save.name))
+        return self._sent(save, request, addresses, derived, may_differ=False)
 
     @only_in("backhaul-upload")
-    def _send_missing(
+    def _sent(
         self,
         save: SegmentUpload,
-        request: segment_pb2.SaveSegmentRequest,
+        request: segment_pb2.SaveRequest,
         addresses: list[bytes],
         derived: Collection[int],
-        short: RequestStream | None = None,
-    ) -> segment_pb2.SaveSegmentResponse | None:
-        """Sends missing tensors, together with the request if there is a stream for it and all fit into one message.
-
-        The worker computes the addresses of tensors without one. Returns its answer if the request was sent.
-        """
+        *,
+        may_differ: bool,
+    ) -> segment_pb2.SaveResult:
+        """Sends missing tensors and the request. The worker computes the addresses of tensors without one."""
         worker_session = save.worker_session
-        outgoing_tensors = self._missing_of(save, addresses, derived, may_differ=short is not None)
+        outgoing_tensors = self._missing_of(save, addresses, derived, may_differ=may_differ)
         differences = [
             outgoing.difference
             for outgoing in outgoing_tensors.values()
@@ -177,13 +161,13 @@ class SegmentSender:
         ]
         began = perf_counter()
         try:
-            missing, answer = self._send_batches(save, request, addresses, outgoing_tensors, short)
+            stored, result = self._send_batches(save, request, addresses, outgoing_tensors)
         except WorkerError as error:
             if not differences:
                 raise
             self._compression.failed(error)
-            raise _UnansweredError from error
-        for key, address in zip(outgoing_tensors, missing, strict=True):
+            raise TransferError(f"the worker did not take differences of tensors: {error}") from None
+        for key, address in zip(outgoing_tensors, stored, strict=True):
             if isinstance(key, int):
                 addresses[key] = address
         if outgoing_tensors:
@@ -197,40 +181,49 @@ class SegmentSender:
             if sent_bytes >= MEASURED_BYTES:
                 rate = sent_bytes / took_s
                 self.bytes_per_s = (3 * self.bytes_per_s + rate) / 4 if self.bytes_per_s else rate
-            self._stored.learn(worker_session, missing)
-        return answer
+            self._stored.learn(worker_session, stored)
+        if result is None:
+            result = self._ask(save, request, addresses)
+        if result.error:
+            raise decoded_error(result.error)
+        return result
 
     @only_in("backhaul-upload")
     def _send_batches(
         self,
         save: SegmentUpload,
-        request: segment_pb2.SaveSegmentRequest,
+        request: segment_pb2.SaveRequest,
         addresses: list[bytes],
         outgoing_tensors: Mapping[bytes | int, OutgoingTensor],
-        short: RequestStream | None,
-    ) -> tuple[list[bytes], segment_pb2.SaveSegmentResponse | None]:
-        """Sends tensors. Returns their addresses, and the answer if the request was sent with them."""
-        missing, answer = list[bytes](), None
+    ) -> tuple[list[bytes], segment_pb2.SaveResult | None]:
+        """Sends tensors, together with the request if all fit into one message.
+
+        Returns the addresses of the tensors, and the result if the request was sent.
+        """
+        result = None
         worker_session = save.worker_session
         with sending(worker_session.memory, save.count) as write:
             sent = batches(outgoing_tensors.values(), write)
             begin = list(itertools.islice(sent, 2))
-            if short is not None and not begin[1:]:
-                request.sources[:] = addresses
-                (encoded,) = encode_all(begin, request.TENSORS_FIELD_NUMBER, request)
-                save.count(len(encoded))
-                answer = short.try_call(encoded)
-                if answer is None:
-                    raise _UnansweredError
-                missing = list(answer.stored)
-                if outgoing_tensors and not missing:
-                    raise TransferError("the worker did not accept the tensors of a segment")
+            if not begin or (not begin[1:] and request.ByteSize() <= MAX_MESSAGE_BYTES - 2 * CHUNK_BYTES):
+                result = self._ask(save, request, addresses, *begin)
+                stored = list(result.stored)
                 self._watch.sign()
-            elif begin:
-                missing = self._tensors.put_batches(worker_session, itertools.chain(begin, sent), save.count)
-            if len(missing) != len(outgoing_tensors):  # inside: shared memory is given up
-                raise WorkerLostError(f"the worker has taken {len(missing)} tensors of {len(outgoing_tensors)}")
-        return missing, answer
+            else:
+                stored = self._tensors.put_batches(worker_session, itertools.chain(begin, sent), save.count)
+            if len(stored) != len(outgoing_tensors):  # inside: shared memory is given up
+                raise WorkerLostError(f"the worker has taken {len(stored)} tensors of {len(outgoing_tensors)}")
+        return stored, result
+
+    @only_in("backhaul-upload")
+    def _ask(
+        self, save: SegmentUpload, request: segment_pb2.SaveRequest, addresses: list[bytes], batch: Batch | None = None
+    ) -> segment_pb2.SaveResult:
+        request.sources[:] = addresses
+        asked = segment_pb2.Request(session=save.worker_session.session, save=request)
+        with self._connection.stubs(save.worker_session).exchange.ask(asked, batch) as pending:
+            save.count(pending.sent_bytes)
+            return pending.result().save
 
     @only_in("backhaul-upload")
     def _missing_of(

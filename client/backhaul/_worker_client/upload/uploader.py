@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
-from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import SLICE_S, Liveness
 from backhaul._worker_client.connection.worker_session import WorkerSession
@@ -239,15 +238,16 @@ class Uploader:
 
     @only_in("backhaul-upload")
     def _send_releases(self, worker_session: WorkerSession, releases: Sequence[_Release]) -> None:
-        stubs = self._connection.stubs(worker_session)
-        keys = [
-            segment_pb2.OperationKey(
-                session=worker_session.session, segment=release.segment, operation=segment_pb2.OPERATION_RELEASE
-            )
-            for release in releases
-        ]
+        exchange = self._connection.stubs(worker_session).exchange
         commits = self.uncollected.commits(worker_session)
         self.sender.last_release += 1
-        request = segment_pb2.ReleaseSegmentsRequest(keys=keys, commits=commits, number=self.sender.last_release)
-        call_unary(stubs.segments.ReleaseSegments, request, self._connection.silence_s)
+        request = segment_pb2.Request(
+            session=worker_session.session,
+            release=segment_pb2.ReleaseRequest(
+                keys=[segment_pb2.OperationKey(segment=release.segment) for release in releases],
+                commits=commits,
+                number=self.sender.last_release,
+            ),
+        )
+        exchange.call(request)
         self.uncollected.taken(commits)

@@ -177,7 +177,7 @@ class Segment:
         return [segment for segment in segments if segment is not None]
 
     def pushed_next(self) -> list[int]:
-        """Returns the numbers of the predecessors whose results the trainer can await on its push stream."""
+        """Returns the numbers of the predecessors whose results are pushed next."""
         is_open = self.session.push_queue is not None
         return [segment.id for segment in self.saved_predecessors() if is_open and segment.is_speculating]
 
@@ -224,8 +224,8 @@ class SessionState:
         unpredictable: Programs whose predicted replays drew from the wrong generator states; the last
             `MOST_UNPREDICTABLE` addresses.
         memory: Memory shared with the trainer, None unless it runs on this machine.
-        push_queue: Segments whose speculative backward has run, for the trainer's push stream. None while no such
-            stream is open; a None in it ends the stream.
+        push_queue: Segments whose speculative backward has run, to be pushed on the trainer's stream. None while
+            nothing is pushed; a None in it ends the pushing.
     """
 
     id: str

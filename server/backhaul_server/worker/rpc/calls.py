@@ -5,7 +5,7 @@ This module knows no RPC by name.
 
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import wraps
 from time import perf_counter, time
 from typing import Any, TypeVar
@@ -45,7 +45,14 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 Context = grpc.aio.ServicerContext[Any, Any]
 M = TypeVar("M", bound=Message)
 Unary = Callable[[Any, Any, Context], Awaitable[M | bytes]]
-Stream = Callable[[Any, Any, Context], AsyncIterator[M | bytes]]
+
+
+def answered_error(error: Exception) -> BackhaulError:
+    """Returns the error that a trainer is answered with. It no longer refers to the frames of the request."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    if isinstance(error, BackhaulError):
+        return error
+    return WorkerError(f"the worker failed: {type(error).__name__}: {error}")
 
 
 async def _abort(context: Context, error: Exception) -> None:
@@ -53,9 +60,7 @@ async def _abort(context: Context, error: Exception) -> None:
 
     gRPC keeps the error that this raises, which refers to the given one. So that may not refer to the request's frames.
     """
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    if not isinstance(error, BackhaulError):
-        error = WorkerError(f"the worker failed: {type(error).__name__}: {error}")
+    error = answered_error(error)
     status = next((STATUS_NAMES[kind] for kind in type(error).__mro__ if kind in STATUS_NAMES), "INTERNAL")
     context.set_trailing_metadata(((ERROR_METADATA_KEY, error.to_bytes()),))
     await context.abort(grpc.StatusCode[status], _UNPRINTABLE.sub("?", error.message[:_MAX_DETAILS]))
@@ -80,35 +85,15 @@ def unary(method: Unary[M]) -> Unary[M]:
     return call
 
 
-def stream(method: Stream[M]) -> Stream[M]:
-    """Decorates an RPC with a stream of answers: counts its calls, and maps its errors to statuses."""
+def exchange(method: Callable[[Any, Any, Context], Awaitable[None]]) -> Callable[[Any, Any, Context], Awaitable[None]]:
+    """Decorates an RPC that writes its answers itself, and counts its requests: maps its errors to statuses."""
 
     @wraps(method)
-    async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
-        started, failed = perf_counter(), False  # a client that cancels the stream is no failure
+    async def call(self: "Servicer", requests: Any, context: Context) -> None:
         try:
-            async for answer in method(self, accepted(request), context):
-                yield answer
+            await method(self, requests, context)
         except Exception as error:  # every error has a status, bugs of the worker too
-            failed = True
-            self.failed(request, error, context)
-            await _abort(context, error)
-        finally:
-            self.meter.call(method.__name__, perf_counter() - started, failed=failed)
-
-    return call
-
-
-def open_stream(method: Stream[M]) -> Stream[M]:
-    """Decorates an RPC with a long-lived stream: maps its errors to statuses. The RPC counts its requests itself."""
-
-    @wraps(method)
-    async def call(self: "Servicer", request: Any, context: Context) -> AsyncIterator[M | bytes]:
-        try:
-            async for answer in method(self, accepted(request), context):
-                yield answer
-        except Exception as error:  # every error has a status, bugs of the worker too
-            self.failed(request, error, context)
+            self.failed(None, error, context)
             await _abort(context, error)
 
     return call
@@ -146,12 +131,18 @@ class Servicer:
             raise CredentialError("the session was opened with another credential than the one that the request shows")
         return self.worker.session(session_id)
 
-    def failed(self, request: Any, error: Exception, context: Context) -> None:
-        """Logs the error of a request, and notes it in the telemetry of the worker and of the session."""
+    def failed(self, request: Any, error: Exception, context: Context, session_id: str = "") -> None:
+        """Logs the error of a request, and notes it in the telemetry of the worker and of the session.
+
+        Args:
+            request: The request; None for one that could not be read.
+            error: The error that ended the request.
+            context: The context of the call.
+            session_id: The id of the session, if the request itself does not name it.
+        """
         if isinstance(error, CredentialError):
-            self.audit.denied(
-                context, type(getattr(request, "message", request)).__name__, error.message, self.account.name
-            )
+            name = "Exchange" if request is None else type(getattr(request, "message", request)).__name__
+            self.audit.denied(context, name, error.message, self.account.name)
         text = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
         is_cut_off = isinstance(error, grpc.aio.BaseError)  # the connection broke, or the server is stopping
         shown = error.message if isinstance(error, BackhaulError) else text
@@ -161,7 +152,7 @@ class Servicer:
             self.worker.last_error = shown[:MAX_MESSAGE], time()
         request = getattr(request, "message", request)
         key = getattr(request, "key", request)
-        session = self.worker.sessions.get(getattr(key, "session", ""))
+        session = self.worker.sessions.get(session_id or getattr(key, "session", ""))
         extra = {}
         if session is not None and session.account is self.account:
             session.last_error = shown[:_KEPT_OF_ERROR]
@@ -187,8 +178,8 @@ _MAKERS: Mapping[tuple[bool, bool], Any] = {
 def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
     """Returns a method's handler, like those of the generated stubs, but with `splicing` as the codec, and counted.
 
-    A request that is refused reaches the servicer as the error that says why, see NOTE [Seal]. `unary` and `stream`
-    raise that error. A method with a stream of requests calls `accepted` on each of them.
+    A request that is refused reaches the servicer as the error that says why, see NOTE [Seal]. `unary`
+    raises that error. A method with a stream of requests calls `accepted` on each of them.
     """
     kind, meter = GetMessageClass(method.input_type), servicer.meter
     read = deserializer(kind, MOST_FIELDS)
@@ -199,7 +190,7 @@ def handler_of(method: MethodDescriptor, servicer: Servicer) -> Any:
             check_size(kind, data)
             request = read(data)
             if not isinstance(request, BackhaulError):
-                check_fields(getattr(request, "message", request))
+                check_fields(getattr(request, "message", request), len(data))
         except LimitError as error:
             return error.with_traceback(None)  # a traceback would keep the message alive
         return request

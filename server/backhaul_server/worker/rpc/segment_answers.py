@@ -5,6 +5,7 @@ An answer is a message without tensors, which the first batch of tensors joins, 
 
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from time import time
+from typing import Any
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.program.codec import encode_state
@@ -16,8 +17,10 @@ from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.segment import Segment, SegmentRequest, result_of
 from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 
+_TENSORS = segment_pb2.Answer.TENSORS_FIELD_NUMBER
 
-def recompute_answer(segment: Segment, submitted: SegmentRequest) -> bytes:
+
+def recompute_answer(head: segment_pb2.Answer, segment: Segment, submitted: SegmentRequest) -> bytes:
     """Encodes the answer to a request for saved tensors, which has run, without its tensors."""
     recomputed = result_of(submitted.answer)
     result = segment_pb2.RecomputeResult(
@@ -26,25 +29,29 @@ def recompute_answer(segment: Segment, submitted: SegmentRequest) -> bytes:
         saved_projections=_projections(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
     )
-    return segment_pb2.RecomputeResponse(result=result).SerializeToString()
+    return _answer(head, recomputed, recompute=result)
 
 
-def backward_answer(segment: Segment, submitted: SegmentRequest) -> bytes:
+def backward_answer(head: segment_pb2.Answer, segment: Segment, submitted: SegmentRequest) -> bytes:
     """Encodes the answer to a request for a backward, which has run, without its tensors."""
-    result = _backward_result(segment, result_of(submitted.answer), submitted.arrived_at_s)
-    return segment_pb2.BackwardResponse(result=result).SerializeToString()
+    result = result_of(submitted.answer)
+    return _answer(head, result, backward=_backward_result(segment, result, submitted.arrived_at_s))
 
 
 def pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
     """Encodes a pushed result without its tensors."""
-    return segment_pb2.AheadResponse(
-        segment=segment.id, start=_encode_inputs(inputs), result=_backward_result(segment, result, time())
+    head = segment_pb2.Answer(key=segment_pb2.OperationKey(segment=segment.id), start=_encode_inputs(inputs))
+    return _answer(head, result, backward=_backward_result(segment, result, time()))
+
+
+def _answer(head: segment_pb2.Answer, result: RunResult, **kind: Any) -> bytes:
+    return segment_pb2.Answer(
+        number=head.number, key=head.key, start=head.start, tensor_count=len(result.bundle.tensors), **kind
     ).SerializeToString()
 
 
 async def message_of(
     batch: Batch | None,
-    number: int,
     answer: bytes,
     waits: DeviceWaits,
     join: Callable[[Iterable[bytes | memoryview]], bytes] = sealed,
@@ -53,26 +60,26 @@ async def message_of(
 
     Args:
         batch: The tensors of the message; None for none.
-        number: The number of the field of tensors.
-        answer: The answer without its tensors for the first message, else empty.
+        answer: The message without its tensors, encoded.
         waits: Waits for copies from the device.
         join: Joins the parts of the message, as for `encode`.
     """
     if batch is None:
         return join([answer])
     await waits.copied(Side.TO_HOST, batch.complete)
-    return encode(batch, number, answer, join)
+    return encode(batch, _TENSORS, answer, join)
 
 
 async def messages_of(
-    outgoing: Iterable[Batch], number: int, answer: bytes, waits: DeviceWaits
+    outgoing: Iterable[Batch], head: segment_pb2.Answer, answer: bytes, waits: DeviceWaits
 ) -> AsyncIterator[bytes]:
-    """Yields the messages of an answer, see `message_of`."""
+    """Yields the messages of an answer, see `message_of`. Each has the number and the key of `head`."""
+    has_begun = False
     for batch in outgoing:
-        yield await message_of(batch, number, answer, waits)
-        answer = b""
-    if answer:
-        yield await message_of(None, number, answer, waits)
+        yield await message_of(batch, head.SerializeToString() if has_begun else answer, waits)
+        has_begun = True
+    if not has_begun:
+        yield await message_of(None, answer, waits)
 
 
 async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
@@ -81,7 +88,7 @@ async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
     the stream may end before the result is sent.
     """
-    number, held = segment_pb2.AheadResponse.MORE_FIELD_NUMBER, list[bytes]()
+    number, held = segment_pb2.Answer.MORE_FIELD_NUMBER, list[bytes]()
     async for answer in answers:
         held.append(field_of(number, answer) if held else answer)
         if sum(map(len, held)) >= SPLICED_BYTES:

@@ -6,10 +6,9 @@ The servicer translates between protobuf and the engine. `Worker` decides about 
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from backhaul_proto.v1 import segment_pb2, tensor_pb2
@@ -19,8 +18,8 @@ from backhaul_runtime.tensors.staging import DeviceMoment
 from backhaul_runtime.wire.layout_codec import decode_layout
 from backhaul_runtime.wire.protocol import CHUNK_BYTES, PROGRESS_INTERVAL_S
 from backhaul_runtime.wire.shared_memory import shared_bytes
-from backhaul_runtime.wire.splicing import TensorMessage, accepted
-from backhaul_runtime.wire.tensor_batches import PLACED_BYTES, OutgoingTensor, SharedWriter, batches
+from backhaul_runtime.wire.splicing import TensorMessage
+from backhaul_runtime.wire.tensor_batches import OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.engine import segment_runs
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
@@ -29,8 +28,10 @@ from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.worker import Worker
-from backhaul_server.worker.rpc.calls import Context, Servicer, open_stream, stream, unary
+from backhaul_server.worker.rpc.calls import Context, Servicer, answered_error, exchange
+from backhaul_server.worker.rpc.exchange import OpenExchange
 from backhaul_server.worker.rpc.meter import RpcMeter
+from backhaul_server.worker.rpc.push_credit import PushCredit
 from backhaul_server.worker.rpc.segment_answers import (
     backward_answer,
     joined,
@@ -60,80 +61,61 @@ class SegmentServicer(Servicer):
         self._engine = engine
         self._waits = worker.device_waits
 
-    @unary
-    async def SaveSegment(  # noqa: N802  gRPC's name
-        self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], context: Context
-    ) -> segment_pb2.SaveSegmentResponse:
-        """Saves a segment, or answers which tensors and whether the program are missing."""
-        return self._save(carried, await self._store_tensors(carried))
+    @exchange
+    async def Exchange(  # noqa: N802  gRPC's name
+        self, requests: AsyncIterator[TensorMessage[segment_pb2.Request] | BackhaulError], context: Context
+    ) -> None:
+        """Answers the requests of one session, see NOTE [Exchange]."""
+        await OpenExchange(self, context, self._answers, self._push).serve(requests)
 
-    @open_stream
-    async def ShortSaves(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[TensorMessage[segment_pb2.SaveSegmentRequest] | BackhaulError], context: Context
-    ) -> AsyncIterator[segment_pb2.SaveSegmentResponse]:
-        """Answers each request as SaveSegment does. For a refused request the trainer learns why from SaveSegment."""
-        with ExitStack() as opened:
-            async for received in self._counted(requests, opened):
-                started, stored = perf_counter(), list[bytes]()
-                try:
-                    carried = accepted(received)
-                    stored = await self._store_tensors(carried)
-                    answer = self._save(carried, stored)
-                except BackhaulError as error:
-                    self.failed(received, error, context)
-                    answer = segment_pb2.SaveSegmentResponse(refused=True)
-                answer.stored[:] = stored
-                yield answer
-                if not answer.refused:
-                    self.meter.call("SaveSegment", perf_counter() - started, failed=False)
+    def _answers(
+        self, session: SessionState, number: int, carried: TensorMessage[segment_pb2.Request]
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Returns the messages of the answer to a request of an exchange."""
+        match carried.message.WhichOneof("request"):
+            case "save":
+                return self._saved(session, number, carried)
+            case "backward":
+                return self._backward(session, number, carried)
+            case "recompute":
+                return self._recompute(session, number, carried.message)
+            case "release":
+                return self._released(session, number, carried.message.release)
+            case "collect_gradients":
+                return self._collected(session, number, carried.message)
+            case "fetch_sources":
+                return self._fetched(session, number, carried.message)
+        raise TransferError("a request asks for nothing that this worker knows")
 
-    async def _counted(
-        self, requests: AsyncIterator[TensorMessage[Any] | BackhaulError], opened: ExitStack
-    ) -> AsyncIterator[TensorMessage[Any] | BackhaulError]:
-        """Yields a stream's requests. The first session that one of them names is charged with the stream.
+    async def _saved(
+        self, session: SessionState, number: int, carried: TensorMessage[segment_pb2.Request]
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Saves a segment, or says which tensors and whether the program are missing."""
+        stored = await self._stored(session, carried)
+        try:
+            result = self._save(session, carried, stored)
+        except BackhaulError as error:
+            # The trainer must learn that its tensors were stored all the same: they may lie in its shared memory.
+            result = segment_pb2.SaveResult(error=answered_error(error).to_bytes())
+        result.stored[:] = stored
+        yield segment_pb2.Answer(number=number, key=carried.message.save.key, save=result)
 
-        Raises:
-            TransferError: No request has named a session within the time of a lease.
-        """
-        with ExitStack() as opening:
-            opening.enter_context(self.worker.opening())
-            is_counted, incoming = False, aiter(requests)
-            named_until_s = asyncio.get_running_loop().time() + self.worker.lease_s
-            while True:
-                try:
-                    async with asyncio.timeout_at(None if is_counted else named_until_s):
-                        received = await anext(incoming)
-                except StopAsyncIteration:
-                    return
-                except TimeoutError:
-                    raise TransferError(f"a stream named no session for {self.worker.lease_s:g} s") from None
-                if not is_counted and isinstance(received, TensorMessage):
-                    session_id = received.message.key.session
-                    if session_id in self.worker.sessions:
-                        opening.close()
-                        opened.enter_context(self.worker.streaming(self.session(session_id)))
-                        is_counted = True
-                yield received
-
-    async def _store_tensors(
-        self, carried: "TensorMessage[segment_pb2.SaveSegmentRequest] | TensorMessage[segment_pb2.BackwardRequest]"
-    ) -> list[bytes]:
+    async def _stored(self, session: SessionState, carried: TensorMessage[Any]) -> list[bytes]:
         """Stores all tensors of a request, or none if one is invalid. Returns their addresses."""
         with TensorUpload(self.worker) as upload:
-            upload.set_session(self.session(carried.message.key.session))
+            upload.set_session(session)
             await upload.add(carried)
             self.meter.received(shared_bytes(carried.tensors))
             return await upload.stored()
 
     def _save(
-        self, carried: TensorMessage[segment_pb2.SaveSegmentRequest], stored: Sequence[bytes]
-    ) -> segment_pb2.SaveSegmentResponse:
-        request = carried.message
+        self, session: SessionState, carried: TensorMessage[segment_pb2.Request], stored: Sequence[bytes]
+    ) -> segment_pb2.SaveResult:
+        request = carried.message.save
         declarations = carried.tensors.declarations if carried.tensors is not None else ()
         # A source without an address is the next tensor of the message whose declaration has none either.
         unnamed = (address for address, declared in zip(stored, declarations, strict=True) if not declared.address)
         sources = [address or next(unnamed, b"") for address in request.sources]
-        session = self.session(request.key.session)
         self.worker.disown(session, request.superseded)
         program_missing, missing = self.worker.save(
             session,
@@ -153,108 +135,86 @@ class SegmentServicer(Servicer):
             is_predicted=request.predicted,
             after_release=request.after_release,
         )
-        return segment_pb2.SaveSegmentResponse(program_missing=program_missing, missing_tensors=missing)
+        return segment_pb2.SaveResult(program_missing=program_missing, missing_tensors=missing)
 
-    @stream
-    async def Recompute(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.RecomputeRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.RecomputeResponse | bytes]:
-        """Streams progress, then the requested saved tensors in the order of the request."""
-        session = self.session(request.key.session)
-        segment = self.worker.segment(session, request.key.segment)
-        key = Key("recompute", request.key.backward)
-        positions = tuple(request.positions)
+    async def _recompute(
+        self, session: SessionState, number: int, request: segment_pb2.Request
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Yields progress, then the requested saved tensors in the order of the request."""
+        recompute = request.recompute
+        segment = self.worker.segment(session, recompute.key.segment)
+        key, positions = Key("recompute", recompute.key.backward), tuple(recompute.positions)
         if len(set(positions)) < len(positions):
             raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
         perform = partial(segment_runs.recompute, positions=positions)
+        head = segment_pb2.Answer(number=number, key=recompute.key)
         with self._engine.answering(segment, key):
-            submitted = self._engine.request(segment, key, lambda: perform, request.expected_s)
-            self.worker.replay_ahead(session, request.upcoming_segments)
+            submitted = self._engine.request(segment, key, lambda: perform, recompute.expected_s)
+            self.worker.replay_ahead(session, recompute.upcoming_segments)
             async for progress in self._wait(segment, submitted.answer):
-                yield segment_pb2.RecomputeResponse(progress=progress)
+                yield segment_pb2.Answer(number=number, key=recompute.key, progress=progress)
             result = result_of(submitted.answer)
-            placed = batches(result.bundle.tensors, self._shared_writer(session, request.answer))
-            with self._engine.sending(session, result.bundle.size_bytes):
-                answer = await _encoded(result, partial(recompute_answer, segment, submitted))
-                number = segment_pb2.RecomputeResponse.TENSORS_FIELD_NUMBER
-                async for message in messages_of(placed, number, answer, self._waits):
-                    yield message
+            encoded = await _encoded(result, partial(recompute_answer, head, segment, submitted))
+            async for message in self._sent(session, request, head, encoded, result.bundle.tensors):
+                yield message
 
-    @stream
-    async def Backward(  # noqa: N802  gRPC's name
-        self, carried: TensorMessage[segment_pb2.BackwardRequest], context: Context
-    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
-        """Streams progress, then digests and contributions."""
-        await self._store_tensors(carried)
-        with self._backward(carried.message) as (segment, submitted):
+    async def _backward(
+        self, session: SessionState, number: int, carried: TensorMessage[segment_pb2.Request]
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Yields progress, then digests and contributions."""
+        await self._stored(session, carried)
+        request, key = carried.message, carried.message.backward.key
+        head = segment_pb2.Answer(number=number, key=key)
+        with self._requested(session, request.backward) as (segment, submitted):
             async for progress in self._wait(segment, submitted.answer):
-                yield segment_pb2.BackwardResponse(progress=progress)
+                yield segment_pb2.Answer(number=number, key=key, progress=progress)
             result = result_of(submitted.answer)
-            placed = batches(result.bundle.tensors, self._shared_writer(segment.session, carried.message.answer))
-            with self._engine.sending(segment.session, result.bundle.size_bytes):
-                answer = await _encoded(result, partial(backward_answer, segment, submitted))
-                number = segment_pb2.BackwardResponse.TENSORS_FIELD_NUMBER
-                async for message in messages_of(placed, number, answer, self._waits):
-                    yield message
+            encoded = await _encoded(result, partial(backward_answer, head, segment, submitted))
+            async for message in self._sent(session, request, head, encoded, result.bundle.tensors):
+                yield message
 
-    @open_stream
-    async def ShortBackwards(  # noqa: N802  gRPC's name
-        self, requests: AsyncIterator[TensorMessage[segment_pb2.BackwardRequest] | BackhaulError], context: Context
-    ) -> AsyncIterator[segment_pb2.BackwardResponse | bytes]:
-        """Answers requests whose result is ready soon and fits one message. For others the trainer calls Backward."""
-        with ExitStack() as opened:
-            async for received in self._counted(requests, opened):
-                started, answer = perf_counter(), None
-                with suppress(Exception):  # the trainer repeats the request with `Backward`, which reports the error
-                    carried = accepted(received)
-                    answer = await self._short_answer(carried)
-                if answer is None:
-                    yield segment_pb2.BackwardResponse()
-                    continue
-                with self._engine.sending(self.session(carried.message.key.session), len(answer)):
-                    yield answer
-                self.meter.call("Backward", perf_counter() - started, failed=False)
+    async def _sent(
+        self,
+        session: SessionState,
+        request: segment_pb2.Request,
+        head: segment_pb2.Answer,
+        encoded: bytes,
+        outgoing_tensors: Sequence[OutgoingTensor],
+    ) -> AsyncGenerator[bytes]:
+        """Yields the messages of a result, and charges the session for them.
 
-    async def _short_answer(self, carried: TensorMessage[segment_pb2.BackwardRequest]) -> bytes | None:
-        await self._store_tensors(carried)
-        with self._backward(carried.message) as (segment, submitted):
-            await asyncio.wait([submitted.answer], timeout=PROGRESS_INTERVAL_S)
-            most_bytes = PLACED_BYTES if carried.message.answer else CHUNK_BYTES
-            if not submitted.answer.done():
-                return None
-            result = result_of(submitted.answer)
-            if result.bundle.size_bytes > most_bytes or result.parts > MANY_PARTS:
-                return None
-            async for _ in self._until_computed(result.bundle.tensors):
-                return None
-            outgoing = batches(result.bundle.tensors, self._shared_writer(segment.session, carried.message.answer))
-            first, more = next(outgoing, None), next(outgoing, None)
-            if more is not None:
-                return None
-            number = segment_pb2.BackwardResponse.TENSORS_FIELD_NUMBER
-            return await message_of(first, number, backward_answer(segment, submitted), self._waits)
+        Args:
+            session: The session of the request.
+            request: The request that the result answers.
+            head: The number and the key of the answer.
+            encoded: The answer without its tensors.
+            outgoing_tensors: The tensors of the result.
+        """
+        placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
+        with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
+            async for message in messages_of(placed, head, encoded, self._waits):
+                yield message
 
-    @open_stream
-    async def Ahead(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.AheadRequest, context: Context
-    ) -> AsyncIterator[bytes]:
-        """Pushes results of speculative backwards until the session ends, or another call of this RPC takes over."""
-        if request.session not in self.worker.sessions:
-            return
-        session = self.session(request.session)
-        with self.worker.streaming(session):
-            queue = session.open_push_queue()
-            try:
-                while (segment := await queue.get()) is not None:
-                    async for message in joined(self._pushed(itertools.chain((segment,), _waiting(queue)))):
-                        # Without memory to send it, the message is dropped: the trainer then calls Backward.
-                        with suppress(BudgetError), self._engine.sending(session, len(message)):
-                            yield message
-            finally:
-                if session.push_queue is queue:
-                    session.close_push_queue()
+    async def _push(self, session: SessionState, credit: PushCredit) -> AsyncGenerator[bytes]:
+        """Yields results of speculative backwards, as messages to push, while the trainer has room for them.
 
-    async def _pushed(self, segments: Iterable[Segment]) -> AsyncIterator[bytes]:
+        Ends with the session, and when another stream takes its pushes over.
+        """
+        waiting = session.open_push_queue()
+        try:
+            while True:
+                await credit.room()
+                if (segment := await waiting.get()) is None:
+                    return
+                async for message in joined(self._pushed(itertools.chain((segment,), _ready(waiting, credit)), credit)):
+                    # Without memory to send it, the message is dropped: the trainer then asks for the backward.
+                    with suppress(BudgetError), self._engine.sending(session, len(message)):
+                        yield message
+        finally:
+            if session.push_queue is waiting:
+                session.close_push_queue()
+
+    async def _pushed(self, segments: Iterable[Segment], credit: PushCredit) -> AsyncGenerator[bytes]:
         """Yields the speculative backwards of segments, except those that are gone or too large to push.
 
         They are not sealed yet, because several of them share one message.
@@ -263,23 +223,25 @@ class SegmentServicer(Servicer):
             backward = self._engine.take_pushed(segment, CHUNK_BYTES, MANY_PARTS)
             if backward is not None:
                 inputs, result = backward
-                number, answer = segment_pb2.AheadResponse.TENSORS_FIELD_NUMBER, pushed_answer(segment, inputs, result)
+                answer = pushed_answer(segment, inputs, result)
                 try:  # while a thread waits, the store may drop the result: what is sent is charged, too
                     with self._engine.sending(segment.session, result.bundle.size_bytes):
                         await self._waits.computed(_made(result.bundle.tensors))
                         batch = next(batches(result.bundle.tensors), None)
-                        part = await message_of(batch, number, answer, self._waits, b"".join)
-                except BudgetError:  # the trainer calls Backward
+                        part = await message_of(batch, answer, self._waits, b"".join)
+                except BudgetError:  # the trainer asks for the backward
                     continue
+                credit.pushed(len(part))
                 yield part
 
     @contextmanager
-    def _backward(self, request: segment_pb2.BackwardRequest) -> Iterator[tuple[Segment, SegmentRequest]]:
+    def _requested(
+        self, session: SessionState, request: segment_pb2.BackwardRequest
+    ) -> Iterator[tuple[Segment, SegmentRequest]]:
         """Requests a backward, and keeps its result while the answer is sent. Yields the segment and the request.
 
         The gradients that came with the request are stored already.
         """
-        session = self.session(request.key.session)
         segment = self.worker.segment(session, request.key.segment)
         addresses = {gradient.output: gradient.tensor for gradient in request.start.gradients}
         if segment.inputs is None or max(addresses, default=-1) >= len(segment.inputs.program.outputs):
@@ -308,54 +270,48 @@ class SegmentServicer(Servicer):
             self.worker.replay_ahead(session, request.upcoming_segments)
             yield segment, submitted
 
-    @unary
-    async def ReleaseSegments(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.ReleaseSegmentsRequest, context: Context
-    ) -> segment_pb2.ReleaseSegmentsResponse:
+    async def _released(
+        self, session: SessionState, number: int, request: segment_pb2.ReleaseRequest
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
         """Commits kept gradients to their sums, then frees segments."""
-        if request.commits.backwards:
-            self._commit(self.session(request.commits.backwards[0].session), request.commits)
-        for key in request.keys:
-            self.worker.release(self.session(key.session), [key.segment], request.number)
-        return segment_pb2.ReleaseSegmentsResponse()
-
-    @stream
-    async def CollectGradients(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.CollectGradientsRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.CollectGradientsResponse | bytes]:
-        """Commits kept gradients, and streams progress, then the sums."""
-        session = self.session(request.session)
-        with self._engine.collecting(session):
+        if request.HasField("commits"):
             self._commit(session, request.commits)
-            answer = self._engine.sums(session).collect(request.commits.round, request.count)
+        self.worker.release(session, [key.segment for key in request.keys], request.number)
+        yield segment_pb2.Answer(number=number, release=segment_pb2.ReleaseResult())
+
+    async def _collected(
+        self, session: SessionState, number: int, request: segment_pb2.Request
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Commits kept gradients, and yields progress, then the sums."""
+        collect, head = request.collect_gradients, segment_pb2.Answer(number=number)
+        with self._engine.collecting(session):
+            self._commit(session, collect.commits)
+            answer = self._engine.sums(session).collect(collect.commits.round, collect.count)
             while not answer.done():
                 self.session(session.id)
-                yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
+                yield segment_pb2.Answer(number=number, progress=segment_pb2.Progress())
                 await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             sums = result_of(answer)
             async for _ in self._until_computed(sums.values()):
                 self.session(session.id)
-                yield segment_pb2.CollectGradientsResponse(progress=segment_pb2.Progress())
-            response = segment_pb2.CollectGradientsResponse(result=segment_pb2.CollectGradientsResult(slots=sums))
-            placed = batches(sums.values(), self._shared_writer(session, request.answer))
-            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in sums.values())):
-                encoded, number = response.SerializeToString(), response.TENSORS_FIELD_NUMBER
-                async for message in messages_of(placed, number, encoded, self._waits):
-                    yield message
+                yield segment_pb2.Answer(number=number, progress=segment_pb2.Progress())
+            result = segment_pb2.Answer(
+                number=number, collect_gradients=segment_pb2.CollectGradientsResult(slots=sums), tensor_count=len(sums)
+            )
+            async for message in self._sent(session, request, head, result.SerializeToString(), list(sums.values())):
+                yield message
 
-    @stream
-    async def FetchSources(  # noqa: N802  gRPC's name
-        self, request: segment_pb2.FetchSourcesRequest, context: Context
-    ) -> AsyncIterator[segment_pb2.FetchSourcesResponse | bytes]:
-        """Sends those of the requested tensors that segments of the session name."""
-        session = self.session(request.session)
-        response = segment_pb2.FetchSourcesResponse(result=segment_pb2.FetchSourcesResult())
-        with self._engine.reading(session, request.addresses) as outgoing_tensors:
-            placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
-            with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
-                answer = response.SerializeToString()
-                async for message in messages_of(placed, response.TENSORS_FIELD_NUMBER, answer, self._waits):
-                    yield message
+    async def _fetched(
+        self, session: SessionState, number: int, request: segment_pb2.Request
+    ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
+        """Yields those of the requested tensors that segments of the session name."""
+        head = segment_pb2.Answer(number=number)
+        with self._engine.reading(session, request.fetch_sources.addresses) as outgoing_tensors:
+            result = segment_pb2.Answer(
+                number=number, fetch_sources=segment_pb2.FetchSourcesResult(), tensor_count=len(outgoing_tensors)
+            )
+            async for message in self._sent(session, request, head, result.SerializeToString(), outgoing_tensors):
+                yield message
 
     def _commit(self, session: SessionState, commits: segment_pb2.Commits) -> None:
         backwards = [(key.segment, key.backward) for key in commits.backwards]
@@ -379,12 +335,18 @@ class SegmentServicer(Servicer):
         return write_and_count
 
     async def _wait(self, segment: Segment, answer: "asyncio.Future[RunResult]") -> AsyncIterator[segment_pb2.Progress]:
-        """Yields the progress of a request until it is done. Renews the lease of its session meanwhile."""
+        """Yields the progress of a request until it is done. Renews the lease of its session meanwhile.
+
+        The first message comes at once only if other work is queued before it: most requests are answered sooner.
+        """
         while not answer.done():
             running, queued_s = self._engine.progress(segment)
-            self.session(segment.session.id)
-            yield segment_pb2.Progress(running=running, ahead_s=queued_s)
+            if queued_s:
+                yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
+            self.session(segment.session.id)
+            if not queued_s and not answer.done():
+                yield segment_pb2.Progress(running=self._engine.progress(segment)[0])
         async for _ in self._until_computed(result_of(answer).bundle.tensors):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=True)
@@ -409,9 +371,12 @@ def _made(outgoing_tensors: Iterable[OutgoingTensor]) -> list[DeviceMoment]:
     return [moment for outgoing in outgoing_tensors for moment in outgoing.made]
 
 
-def _waiting(queue: "asyncio.Queue[Segment | None]") -> Iterator[Segment]:
-    """Yields the segments that are in a queue now. Leaves the None that ends it."""
+def _ready(queue: "asyncio.Queue[Segment | None]", credit: PushCredit) -> Iterator[Segment]:
+    """Yields the segments that are in a queue now, while their results have room. Leaves the None that ends it."""
     with suppress(asyncio.QueueEmpty):
-        while (segment := queue.get_nowait()) is not None:
+        while credit.has_room:
+            segment = queue.get_nowait()
+            if segment is None:
+                queue.put_nowait(None)
+                return
             yield segment
-        queue.put_nowait(None)
