@@ -52,7 +52,7 @@ async def run(worker: Worker, session: SessionState, number: int) -> None:
     """Saves a segment that squares four numbers, requests its backward, and releases it."""
     program = await worker.put_program(session, squaring())
     address = put(worker, session, torch.full((4,), 3.0, device=DEVICE))
-    assert worker.save(session, number, program, [address], [0], [], "square", False) == (False, [])
+    assert worker.saver.save(session, number, program, [address], [0], [], "square", False) == (False, [])
     await backward(worker, session, number)
     worker.release(session, [number])
 
@@ -104,7 +104,7 @@ def test_a_reserve_does_not_delay_an_accepted_segment() -> None:
         program = await worker.put_program(session, squaring())
         address = put(worker, session, torch.full((4,), 3.0, device=DEVICE))
         workspace = torch.empty(2 * BUDGET, dtype=torch.uint8, device=DEVICE)
-        assert worker.save(session, 1, program, [address], [0], [], "square", False) == (False, [])
+        assert worker.saver.save(session, 1, program, [address], [0], [], "square", False) == (False, [])
         await backward(worker, session, 1)
         assert worker.store.usage().reserve > BUDGET
         del workspace

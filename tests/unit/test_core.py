@@ -78,7 +78,7 @@ def put(worker: Worker, session: SessionState, tensor: torch.Tensor) -> bytes:
 async def saved(worker: Worker, session: SessionState, number: int = 1, value: float = 3.0) -> Segment:
     program = await worker.put_program(session, squaring())
     address = put(worker, session, torch.full((4,), value))
-    assert worker.save(session, number, program, [address], [0], [], "square", False) == (False, [])
+    assert worker.saver.save(session, number, program, [address], [0], [], "square", False) == (False, [])
     return worker.segment(session, number)
 
 
@@ -112,7 +112,7 @@ async def test_a_save_that_its_release_has_overtaken_is_refused(worker: Worker, 
     address = put(worker, session, torch.ones(4))
 
     def save(number: int, after_release: int) -> tuple[bool, list[bytes]]:
-        return worker.save(
+        return worker.saver.save(
             session,
             number,
             program,
@@ -161,7 +161,7 @@ async def test_a_repeated_save_changes_nothing(worker: Worker) -> None:
 async def test_a_save_reports_missing_program_and_tensors(worker: Worker) -> None:
     session = worker.open_session("trainer")
     address = address_of(torch.ones(4))
-    assert worker.save(session, 1, b"no such program", [address], [], [], "x", False) == (True, [address])
+    assert worker.saver.save(session, 1, b"no such program", [address], [], [], "x", False) == (True, [address])
     assert session.segments == {}
 
 
@@ -171,7 +171,9 @@ async def test_lists_that_do_not_fit_the_program(worker: Worker, sources: int, t
     session = worker.open_session("trainer")
     addresses = [put(worker, session, torch.full((4,), float(i))) for i in range(sources)]
     with pytest.raises(ProgramError):
-        worker.save(session, 1, await worker.put_program(session, squaring()), addresses, transient, [], "x", False)
+        worker.saver.save(
+            session, 1, await worker.put_program(session, squaring()), addresses, transient, [], "x", False
+        )
 
 
 def test_nothing_of_a_finished_segment_stays_until_garbage_is_collected() -> None:
@@ -284,7 +286,7 @@ async def test_generator_states_without_a_draw_are_refused(worker: Worker, state
     session = worker.open_session("trainer")
     program, address = await worker.put_program(session, squaring()), put(worker, session, torch.ones(4))
     with pytest.raises(ProgramError, match="draws"):
-        worker.save(session, 1, program, [address], [0], states, "square", False)
+        worker.saver.save(session, 1, program, [address], [0], states, "square", False)
 
 
 @pytest.mark.parametrize("end", ["release", "close", "lease"])
@@ -313,9 +315,9 @@ async def test_names_and_states_are_charged_to_the_session_and_refunded(worker: 
     assert worker.store.usage().sessions >= before.sessions + 800
     program = await worker.put_program(session, squaring())
     address = put(worker, session, torch.ones(4))
-    worker.save(session, 1, program, [address], [0], [], "x", False)
+    worker.saver.save(session, 1, program, [address], [0], [], "x", False)
     short = worker.store.usage().segments
-    worker.save(session, 2, program, [address], [0], [], "\U0001f600" * 1_000, False)
+    worker.saver.save(session, 2, program, [address], [0], [], "\U0001f600" * 1_000, False)
     assert worker.store.usage().segments >= short + 4_000
     worker.close_session(session.id)
     after = worker.store.usage()

@@ -44,7 +44,7 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
     for number, value in enumerate(values, start=1):
         address = put(worker, session, torch.full((4,), value))
         predecessors = {0: (number - 1, 0)} if number > 1 else {}
-        assert worker.save(session, number, program, [address], [0], [], "square", False, predecessors) == (
+        assert worker.saver.save(session, number, program, [address], [0], [], "square", False, predecessors) == (
             False,
             [],
         )
@@ -310,7 +310,7 @@ async def test_a_replay_that_began_before_its_call_had_ended(worker: Worker, *, 
     more = () if is_right else states()
 
     def save(given: list[bytes], *, is_predicted: bool) -> None:
-        missing = worker.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
+        missing = worker.saver.save(session, 1, program, [address], [0], given, "", False, is_predicted=is_predicted)
         assert missing == (False, [])
 
     save([first, b""], is_predicted=True)
@@ -338,9 +338,9 @@ async def test_a_mispredicted_segment_is_replaced(worker: Worker) -> None:
     session = worker.open_session("trainer")
     program = await worker.put_program(session, squaring())
     two, three = put(worker, session, torch.full((4,), 2.0)), put(worker, session, torch.full((4,), 3.0))
-    worker.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
+    worker.saver.save(session, 1, program, [two], [0], [], "", False, is_predicted=True)
     await asyncio.sleep(0)  # its replay may run now
-    assert worker.save(session, 1, program, [three], [0], [], "", False) == (False, [])
+    assert worker.saver.save(session, 1, program, [three], [0], [], "", False) == (False, [])
     segment = worker.segment(session, 1)
     gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
     assert torch.equal(gradient, torch.full((4,), 6.0))

@@ -1,4 +1,4 @@
-"""The worker without its RPCs: sessions, and the programs, tensors and segments that they have sent.
+"""The worker without its RPCs: sessions, and the programs and tensors that they have sent.
 
 Everything here runs in the event loop's thread.
 """
@@ -25,31 +25,25 @@ from backhaul_runtime.errors import (
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.program.codec import DECODED_FACTOR, MAX_PROGRAM_BYTES, address_of_program, decode_program
 from backhaul_runtime.program.custom.names import OfferedNames
-from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.schedule import Schedule
-from backhaul_runtime.tensors.deferred_digest import KnownDigests
-from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
+from backhaul_runtime.tensors.layout import Layout
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import RUN_LIMIT_S
-from backhaul_server.worker.engine.bounds import Bounds, RunMemory
+from backhaul_server.worker.engine.bounds import RunMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.heap import return_freed_memory
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
-from backhaul_server.worker.engine.segment_runs import Derivation, SegmentInputs
+from backhaul_server.worker.engine.segment_saver import SegmentSaver
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue, is_same_at_once
-from backhaul_server.worker.limits import ALL_SEGMENTS, ALL_STREAMS, NAMED, SEGMENTS, SESSIONS, STREAMS, UNNAMED_STREAMS
+from backhaul_server.worker.limits import ALL_STREAMS, SESSIONS, STREAMS, UNNAMED_STREAMS
 
 logger = logging.getLogger("backhaul.worker")
-_SESSION_BYTES, _PASS_BYTES = 12 << 10, 512
-"""Bytes of a session without its names, and for each segment of the largest number that it ever had at once, because
-the schedule remembers the last pass."""
-
-_SEGMENT_BYTES, _NAMED_BYTES = 4 << 10, 256
-"""Bytes of a segment without its name and generator states, and for each of its sources, predecessors and states."""
+_SESSION_BYTES = 12 << 10
+"""Bytes of a session without its names."""
 
 _PROGRAM_BYTES, _LONG_BYTES = 4 << 10, 16 << 10
 """Bytes of a program beside its decoded form, and the encoded size above which a thread decodes it."""
@@ -68,6 +62,7 @@ class Worker:
 
     Attributes:
         engine: Runs requests for segments and sends their answers.
+        saver: Checks the segments that trainers send, and saves them.
         store: The worker's memory accounts, and the tensors and programs that sessions have sent.
         sessions: Open sessions by id.
         epoch: A random name of this worker process, new with each start.
@@ -99,6 +94,7 @@ class Worker:
         if isinstance(run_memory, DeviceMemory):
             self.store.measure_reserve = run_memory.reserve_bytes
         self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
+        self.saver = SegmentSaver(self.store, self.engine, device, run_limit_s, run_memory, self._check_draining)
         self.sessions: dict[str, SessionState] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
@@ -109,9 +105,6 @@ class Worker:
         self.device_waits = DeviceWaits(device)
         self.anyone = Account()
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
-        self._known = KnownDigests()
-        self._run_memory = run_memory
-        self._run_limit_s = run_limit_s
         self._expiry = asyncio.create_task(self._expire())
 
     async def close(self) -> None:
@@ -263,170 +256,7 @@ class Worker:
             "keep it meanwhile: send the whole tensor"
         )
 
-    def disown(self, session: SessionState, addresses: Sequence[bytes]) -> None:
-        """Ends a session's possession of tensors that its trainer will not name again."""
-        self.store.disown(session, addresses)
-
     # Segments
-
-    def save(
-        self,
-        session: SessionState,
-        segment_id: int,
-        program_address: bytes,
-        addresses: Sequence[bytes],
-        transient: Sequence[int],
-        generator_states: Sequence[bytes],
-        name: str,
-        wants_projections: bool,
-        predecessors: Mapping[int, tuple[int, int]] = {},
-        derived: Mapping[int, Layout] = {},
-        *,
-        is_predicted: bool = False,
-        after_release: int = 0,
-    ) -> tuple[bool, list[bytes]]:
-        """Saves a segment and schedules its replay. A repeated save changes nothing.
-
-        A predicted segment cannot be requested until another save has confirmed or replaced it.
-
-        Args:
-            session: The session of the trainer.
-            segment_id: The trainer's number for the segment.
-            program_address: Address of a stored program.
-            addresses: Addresses of stored tensors, one for each source of the program.
-            transient: Positions of the sources that the store may free together with the session's last segment.
-            generator_states: One state for each node that draws; empty if the draw before leaves the generator in it,
-                and unknown if it is not the first of a predicted segment.
-            name: The checkpointed call's name, for logs.
-            wants_projections: Whether runs return random projections of what autograd saves.
-            predecessors: The field of `Segment`.
-            derived: The layouts of sources that were not sent, because the worker computes them from a predecessor.
-            is_predicted: Whether the call has not ended yet.
-            after_release: The number of the last release request that the trainer had sent before this save.
-
-        Returns:
-            Whether the program is missing, and which tensors are missing. The segment is saved only if neither is.
-
-        Raises:
-            BudgetError: The store has no room for the segment.
-            LimitError: The session or the worker has too many segments.
-            ProgramError: The lists do not fit the program.
-            SegmentUnknownError: A later release has overtaken the save.
-        """
-        self._check_draining()
-        # A trainer that gave up a save, and released the segment over another connection, never releases it again.
-        if after_release < session.last_release:
-            raise SegmentUnknownError(
-                f"segment {segment_id} was sent after release {after_release}, and release {session.last_release} "
-                "arrived before it: its trainer has given it up"
-            )
-        present = session.segments.get(segment_id)
-        # A repeated save, or a prediction that its confirmation has overtaken, must not replace what may run already.
-        if present is not None and (is_predicted or present.is_confirmed):
-            return False, []
-        if present is None:
-            SEGMENTS.check(len(session.segments) + 1)
-            ALL_SEGMENTS.check(len(self.engine) + 1)
-            NAMED.check(session.named_sources + len(addresses))
-        all_addresses = (program_address, *addresses)
-        # Replays of the predicted segment made no projections, so a confirmation cannot ask for them.
-        if present is not None and (present.addresses != all_addresses or wants_projections):
-            self.engine.reject(present)
-            present = None
-        origins = (
-            {} if present is not None or is_predicted else self._origins(session, predecessors, derived, addresses)
-        )
-        stored_addresses = [address for source, address in enumerate(addresses) if source not in origins]
-        missing = self.store.missing(session, stored_addresses)
-        program_missing = bool(self.store.missing(session, [program_address]))
-        if program_missing or missing:  # nothing is charged yet, so the trainer may send it and save again
-            return program_missing, missing
-        program, stored = self._stored(session, program_address, stored_addresses)
-        _check_lists(program, addresses, transient, generator_states, predecessors, is_predicted=is_predicted)
-        own_bytes = _SEGMENT_BYTES + 4 * len(name) + sum(map(len, generator_states))
-        own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
-        if present is not None:
-            self.store.resize(present.key, own_bytes)
-            self.engine.confirm(present, generator_states, predecessors)
-            return False, []
-        remaining = iter(stored)
-        layouts = [derived[i] if i in origins else layout_of(next(remaining)) for i in range(len(addresses))]
-        need = program.run_bytes([layout.gradient_bytes for layout in layouts])
-        segment = Segment(session, segment_id, None, name, predecessors, all_addresses, not is_predicted)
-        transient_addresses = [addresses[position] for position in transient if position not in origins]
-        own_bytes += sum(ENTRY_BYTES + layouts[source].span_bytes for source in origins)
-        added = self._attach(segment, [program_address, *stored_addresses], transient_addresses, need, own_bytes)
-        try:
-            sources, derivations = self._sources(stored, layouts, addresses, origins)
-        except BaseException:  # out of memory
-            self.store.detach(segment.key)
-            raise
-        kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
-        segment.inputs = SegmentInputs(
-            program, sources, generator_states, wants_projections, kind, segment.bounds, self._known, derivations
-        )
-        for derivation in derivations:
-            if derivation.origin.inputs is not None:
-                derivation.origin.inputs.successors.append(derivation)
-        session.segments[segment_id] = segment
-        session.named_sources += len(addresses)
-        session.most_segments = max(session.most_segments, len(session.segments))
-        is_expected = not is_predicted or program_address not in session.unpredictable
-        self.engine.add(segment, need, added, is_expected=is_expected)
-        return False, []
-
-    def _sources(
-        self,
-        stored: Sequence[Tensor],
-        layouts: Sequence[Layout],
-        addresses: Sequence[bytes],
-        origins: Mapping[int, tuple[Segment, int]],
-    ) -> tuple[list[Tensor], list[Derivation]]:
-        """Returns all sources of a new segment, and the derivations of those that do not have their contents yet."""
-        remaining, sources, derivations = iter(stored), list[Tensor](), list[Derivation]()
-        for index, layout in enumerate(layouts):
-            if index in origins:
-                derivation = Derivation(*origins[index], addresses[index], allocate(layout, self.device))
-                derivations.append(derivation)
-                sources.append(derivation.value)
-            else:
-                sources.append(next(remaining))
-        return sources, derivations
-
-    def _attach(
-        self, segment: Segment, names: Sequence[bytes], transient: Sequence[bytes], need_bytes: int, own_bytes: int
-    ) -> int:
-        """Attaches a new segment to the store. See `Store.attach` for the arguments and the result."""
-        session, segment.bounds = segment.session, Bounds(self._run_limit_s, self._run_memory)
-        pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
-        # The bytes of the pass are charged with the segment first, so that one check covers both.
-        added = self.store.attach(segment.key, session, names, transient, need_bytes, own_bytes + pass_bytes)
-        if pass_bytes:
-            self.store.resize(segment.key, own_bytes)
-            self._charge(session, pass_bytes)  # the schedule still remembers the pass when the segment is gone
-        return added
-
-    def _origins(
-        self,
-        session: SessionState,
-        predecessors: Mapping[int, tuple[int, int]],
-        derived: Mapping[int, Layout],
-        addresses: Sequence[bytes],
-    ) -> dict[int, tuple[Segment, int]]:
-        """Returns the segment and the output that each derived source follows from.
-
-        Leaves out sources that the worker stores, and those whose segment it does not have. The latter are then
-        reported as missing, so that the trainer sends them.
-        """
-        origins = {}
-        for source in derived:
-            number, output = predecessors[source]
-            origin = session.segments.get(number)
-            if origin is None or origin.inputs is None or not origin.is_confirmed or source >= len(addresses):
-                continue
-            if output < len(origin.inputs.program.outputs) and self.store.missing(session, [addresses[source]]):
-                origins[source] = origin, output
-        return origins
 
     def segment(self, session: SessionState, segment_id: int) -> Segment:
         """Returns a confirmed segment. Raises SegmentUnknownError."""
@@ -455,21 +285,6 @@ class Worker:
             gradients[output] = value
         self.engine.keep_gradients(session, addresses.values())
         return gradients
-
-    def _stored(
-        self, session: SessionState, program_address: bytes, addresses: Sequence[bytes]
-    ) -> tuple[Program, list[Tensor]]:
-        """Returns a stored program and stored tensors. Raises ProgramError for an address of the wrong type."""
-        stored = self.store.value(session, program_address)
-        values = [self.store.value(session, address) for address in addresses]
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if not isinstance(stored, ReadProgram) or len(tensors) < len(values):
-            raise ProgramError("a segment names a tensor as its program, or a program as a source")
-        return stored.program, tensors
-
-    def replay_ahead(self, session: SessionState, segment_ids: Sequence[int]) -> None:
-        """Schedules replays of the segments that the trainer will request next, in order. Ignores unknown segments."""
-        self.engine.announced(session, segment_ids)
 
     def release(self, session: SessionState, segment_ids: Sequence[int], number: int = 0) -> None:
         """Frees segments. Ignores unknown segments.
@@ -515,23 +330,3 @@ class Worker:
     def _check_draining(self) -> None:
         if self.draining:
             raise DrainingError("this worker is shutting down: it finishes its work and accepts nothing new")
-
-
-def _check_lists(
-    program: Program,
-    addresses: Sequence[bytes],
-    transient: Sequence[int],
-    generator_states: Sequence[bytes],
-    predecessors: Mapping[int, tuple[int, int]],
-    *,
-    is_predicted: bool,
-) -> None:
-    """Raises ProgramError if the lists of a segment do not fit its program. See `Worker.save` for the arguments."""
-    if len(addresses) != len(program.sources) or max(transient, default=-1) >= len(addresses):
-        raise ProgramError(f"{len(addresses)} tensors are named for a program of {len(program.sources)} sources")
-    if len(generator_states) != program.draws:
-        raise ProgramError(f"{len(generator_states)} generator states came for {program.draws} draws")
-    if not is_predicted and not next(iter(generator_states), b"first"):
-        raise ProgramError("the first generator state is empty")
-    if max(predecessors, default=-1) >= len(addresses):
-        raise ProgramError(f"predecessors are named for sources {sorted(predecessors)} of {len(addresses)}")

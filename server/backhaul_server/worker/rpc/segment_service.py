@@ -116,8 +116,8 @@ class SegmentServicer(Servicer):
         # A source without an address is the next tensor of the message whose declaration has none either.
         unnamed = (address for address, declared in zip(stored, declarations, strict=True) if not declared.address)
         sources = [address or next(unnamed, b"") for address in request.sources]
-        self.worker.disown(session, request.superseded)
-        program_missing, missing = self.worker.save(
+        self.worker.store.disown(session, request.superseded)
+        program_missing, missing = self.worker.saver.save(
             session,
             request.key.segment,
             request.program,
@@ -150,7 +150,7 @@ class SegmentServicer(Servicer):
         head = segment_pb2.Answer(number=number, key=recompute.key)
         with self._engine.answering(segment, key):
             submitted = self._engine.request(segment, key, lambda: perform, recompute.expected_s)
-            self.worker.replay_ahead(session, recompute.upcoming_segments)
+            self._engine.announced(session, recompute.upcoming_segments)
             async for progress in self._wait(segment, submitted.answer):
                 yield segment_pb2.Answer(number=number, key=recompute.key, progress=progress)
             result = result_of(submitted.answer)
@@ -267,7 +267,7 @@ class SegmentServicer(Servicer):
         with self._engine.answering(segment, key):
             unsent = tuple(request.unsent_sources)
             submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep, unsent)
-            self.worker.replay_ahead(session, request.upcoming_segments)
+            self._engine.announced(session, request.upcoming_segments)
             yield segment, submitted
 
     async def _released(
