@@ -5,19 +5,13 @@ Runs in the event loop's thread, except each job's `work`, which the executor's 
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from time import monotonic, time
 
-from torch import Tensor
-
-from backhaul_runtime.errors import BackhaulError, BudgetError, SegmentUnknownError, WorkerError
+from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerError
 from backhaul_runtime.replay.schedule import Schedule
-from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.tensors.staging import last_moment
-from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
@@ -40,15 +34,12 @@ from backhaul_server.worker.engine.speculation import LIMIT_S, Keep, ReplayAgain
 from backhaul_server.worker.engine.speculative_runs import SpeculativeBackwards, SpeculativeReplay
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import StoredValue
-from backhaul_server.worker.limits import ALL_REQUESTS, ANSWERS, REQUESTS
+from backhaul_server.worker.limits import ALL_REQUESTS, REQUESTS
 
 logger = logging.getLogger("backhaul.worker")
 
 KEPT_GRADIENTS = 8
 """The number of gradients per session that are cached for the next requests."""
-
-SENDING_BYTES = 2 << 20
-"""Upper bound of the memory that one answer takes while it is sent: a written message, and one in gRPC's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +90,10 @@ class SegmentEngine:
     async def close(self) -> None:
         """Waits until the running job has ended, and drops the others."""
         await self._executor.close()
+
+    def look_for_work(self) -> None:
+        """Begins a job that may have waited for memory, in the next turn of the event loop."""
+        self._executor.wake()
 
     def add(self, segment: Segment, need_bytes: int, source_bytes: int, *, is_expected: bool) -> None:
         """Adds a segment that was saved.
@@ -228,70 +223,6 @@ class SegmentEngine:
     def progress(self, segment: Segment) -> tuple[bool, float]:
         """Returns whether the segment's job runs, and else the expected seconds of work queued before it."""
         return self._executor.position(segment.job)
-
-    @contextmanager
-    def answering(self, segment: Segment, key: Key) -> Iterator[None]:
-        """Keeps the result of a request while its answer is sent. Raises BudgetError for too many answers at once."""
-        result = segment.key, key
-        with self.collecting(segment.session):
-            self._store.pin_result(result)
-            try:
-                yield
-            finally:
-                self._store.unpin_result(result)
-
-    @contextmanager
-    def reading(self, session: SessionState, addresses: Iterable[bytes]) -> Iterator[list[OutgoingTensor]]:
-        """Keeps tensors while they are sent. Raises BudgetError for too many answers at once.
-
-        Yields:
-            Those of the addressed tensors that segments of the session name, each once.
-        """
-        named = [address for address in dict.fromkeys(addresses) if self._store.is_named(session, address)]
-        values = {address: self._store.value(session, address) for address in named}
-        tensors = {address: value for address, value in values.items() if isinstance(value, Tensor)}
-        reader = object()
-        with self.collecting(session):
-            self._store.attach(reader, session, list(tensors), list(tensors), 0)
-            try:
-                # A stored tensor was complete before its address was known: no queued run needs to be waited for.
-                yield [
-                    OutgoingTensor(tensor, layout_of(tensor), address, last_moment(tensor.device))
-                    for address, tensor in tensors.items()
-                ]
-            finally:
-                self._store.detach(reader)
-
-    @contextmanager
-    def sending(self, session: SessionState, size_bytes: int) -> Iterator[None]:
-        """Charges a session with the messages of an answer, of so many bytes in all, while they are sent.
-
-        Raises BudgetError.
-        """
-        charged = min(size_bytes, SENDING_BYTES)
-        self._store.start_sending(session, charged)
-        try:
-            yield
-        finally:
-            self._store.end_sending(session, charged)
-            self._executor.wake()
-
-    @contextmanager
-    def collecting(self, session: SessionState) -> Iterator[None]:
-        """Counts an answer to the session while it is sent. Raises BudgetError for too many answers at once."""
-        if session.answers >= ANSWERS.most:
-            raise BudgetError(
-                f"{session.answers} answers are being sent to this trainer already: read them before the next request",
-                needed_bytes=0,
-                budget_bytes=self._store.budget_bytes,
-                retry_after_s=1.0,
-            )
-        session.answers += 1
-        try:
-            yield
-        finally:
-            session.answers -= 1
-            self._executor.wake()
 
     def keep_gradients(self, session: SessionState, addresses: Iterable[bytes]) -> None:
         """Keeps cached gradients for the session's next requests, and frees all but the last `KEPT_GRADIENTS`."""

@@ -29,6 +29,7 @@ from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import RUN_LIMIT_S
+from backhaul_server.worker.engine.answers import Answers
 from backhaul_server.worker.engine.bounds import RunMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.device_waits import DeviceWaits
@@ -61,7 +62,8 @@ class Worker:
         run_memory: The memory of runs on the device; None to leave it to the store's accounts.
 
     Attributes:
-        engine: Runs requests for segments and sends their answers.
+        engine: Runs requests for segments, and keeps their results.
+        answers: Counts and charges the answers that are being sent.
         saver: Checks the segments that trainers send, and saves them.
         store: The worker's memory accounts, and the tensors and programs that sessions have sent.
         sessions: Open sessions by id.
@@ -94,6 +96,7 @@ class Worker:
         if isinstance(run_memory, DeviceMemory):
             self.store.measure_reserve = run_memory.reserve_bytes
         self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
+        self.answers = Answers(self.store, self.engine.look_for_work)
         self.saver = SegmentSaver(self.store, self.engine, device, run_limit_s, run_memory, self._check_draining)
         self.sessions: dict[str, SessionState] = {}
         self.draining = False

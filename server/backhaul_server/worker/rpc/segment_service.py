@@ -1,7 +1,7 @@
 """The RPCs for segments: save, recompute, run backward, release, and collect gradient sums.
 
-The servicer translates between protobuf and the engine. `Worker` decides about sessions and saved segments,
-`SegmentEngine` about requests and their answers.
+The servicer translates between protobuf and the engine. `Worker` decides about sessions, `SegmentSaver` about what is
+saved, and `SegmentEngine` about requests and their results.
 """
 
 import asyncio
@@ -148,7 +148,7 @@ class SegmentServicer(Servicer):
             raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
         perform = partial(segment_runs.recompute, positions=positions)
         head = segment_pb2.Answer(number=number, key=recompute.key)
-        with self._engine.answering(segment, key):
+        with self.worker.answers.answering(segment, key):
             submitted = self._engine.request(segment, key, lambda: perform, recompute.expected_s)
             self._engine.announced(session, recompute.upcoming_segments)
             async for progress in self._wait(segment, submitted.answer):
@@ -191,7 +191,7 @@ class SegmentServicer(Servicer):
             outgoing_tensors: The tensors of the result.
         """
         placed = batches(outgoing_tensors, self._shared_writer(session, request.answer))
-        with self._engine.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
+        with self.worker.answers.sending(session, sum(outgoing.layout.span_bytes for outgoing in outgoing_tensors)):
             async for message in messages_of(placed, head, encoded, self._waits):
                 yield message
 
@@ -208,7 +208,7 @@ class SegmentServicer(Servicer):
                     return
                 async for message in joined(self._pushed(itertools.chain((segment,), _ready(waiting, credit)), credit)):
                     # Without memory to send it, the message is dropped: the trainer then asks for the backward.
-                    with suppress(BudgetError), self._engine.sending(session, len(message)):
+                    with suppress(BudgetError), self.worker.answers.sending(session, len(message)):
                         yield message
         finally:
             if session.push_queue is waiting:
@@ -225,7 +225,7 @@ class SegmentServicer(Servicer):
                 inputs, result = backward
                 answer = pushed_answer(segment, inputs, result)
                 try:  # while a thread waits, the store may drop the result: what is sent is charged, too
-                    with self._engine.sending(segment.session, result.bundle.size_bytes):
+                    with self.worker.answers.sending(segment.session, result.bundle.size_bytes):
                         await self._waits.computed(_made(result.bundle.tensors))
                         batch = next(batches(result.bundle.tensors), None)
                         part = await message_of(batch, answer, self._waits, b"".join)
@@ -264,7 +264,7 @@ class SegmentServicer(Servicer):
             return partial(segment_runs.backward, start=inputs, gradients=gradients, chained=segment.chained)
 
         key = Key("backward", request.key.backward)
-        with self._engine.answering(segment, key):
+        with self.worker.answers.answering(segment, key):
             unsent = tuple(request.unsent_sources)
             submitted = self._engine.request(segment, key, prepare, request.expected_s, inputs, keep, unsent)
             self._engine.announced(session, request.upcoming_segments)
@@ -284,7 +284,7 @@ class SegmentServicer(Servicer):
     ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
         """Commits kept gradients, and yields progress, then the sums."""
         collect, head = request.collect_gradients, segment_pb2.Answer(number=number)
-        with self._engine.collecting(session):
+        with self.worker.answers.collecting(session):
             self._commit(session, collect.commits)
             answer = self._engine.sums(session).collect(collect.commits.round, collect.count)
             while not answer.done():
@@ -306,7 +306,7 @@ class SegmentServicer(Servicer):
     ) -> AsyncGenerator[segment_pb2.Answer | bytes]:
         """Yields those of the requested tensors that segments of the session name."""
         head = segment_pb2.Answer(number=number)
-        with self._engine.reading(session, request.fetch_sources.addresses) as outgoing_tensors:
+        with self.worker.answers.reading(session, request.fetch_sources.addresses) as outgoing_tensors:
             result = segment_pb2.Answer(
                 number=number, fetch_sources=segment_pb2.FetchSourcesResult(), tensor_count=len(outgoing_tensors)
             )
