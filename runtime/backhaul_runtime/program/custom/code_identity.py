@@ -118,8 +118,8 @@ def lines_of_class(cls: type, line_of: Callable[[CodeType], str]) -> Iterator[st
     """Yields lines that are equal for equal classes: the constants and the code of the class, and of its bases.
 
     Args:
-        cls: The class.
-        line_of: Returns the line for code.
+        cls: A class of any module. Nothing is yielded for bases that are torch's or Python's own.
+        line_of: Returns the line for code, which decides how code is compared.
     """
     for base in cls.__mro__:
         for name, value in () if is_foreign(base.__module__) else sorted(vars(base).items()):
@@ -366,9 +366,9 @@ class _Walk:
             return
         code = function.__code__
         self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
-        if not (place := place_of(code)):
+        self.lines.append(place_of(code))
+        if not self.lines[-1]:
             self.obstacle = why_no_place(code)
-        self.lines.append(place)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):

@@ -84,8 +84,8 @@ def _place(code: CodeType) -> str:
     path, lines = os.path.normpath(code.co_filename), list(code_lines(code))
     _, digest = _files(_package_of(module)).get(path, ("", ""))
     for number, compiled in enumerate(_compiled(path, digest) if digest else ()):
-        place = compiled.co_qualname, compiled.co_firstlineno
-        if place == (code.co_qualname, code.co_firstlineno) and list(code_lines(compiled)) == lines:
+        is_there = (compiled.co_qualname, compiled.co_firstlineno) == (code.co_qualname, code.co_firstlineno)
+        if is_there and list(code_lines(compiled)) == lines:
             return f"{module} {package_state(module)} {code.co_qualname} {number}"
     return ""
 
@@ -155,9 +155,9 @@ def _compiled(path: str, digest: str) -> Sequence[CodeType]:
         source = Path(path).read_bytes()
         with warnings.catch_warnings(action="ignore"):  # whoever imported the file has seen them
             is_same = xxhash.xxh3_128_hexdigest(source) == digest
-            found = [compile(source, path, "exec", dont_inherit=True)] if is_same else []
+            codes = [compile(source, path, "exec", dont_inherit=True)] if is_same else []
     except (OSError, SyntaxError, ValueError):
         return ()
-    for code in found:
-        found += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    return found
+    for code in codes:
+        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    return codes

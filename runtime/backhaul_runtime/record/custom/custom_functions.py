@@ -214,7 +214,7 @@ class CustomFunctions:
         """Notes a tensor that a function saves and that lies in no source. Raises Refusal if it is of others.
 
         Args:
-            tensor: The tensor.
+            tensor: What autograd is about to save.
             is_hidden: Whether no op has returned its memory.
         """
         self._saved.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]

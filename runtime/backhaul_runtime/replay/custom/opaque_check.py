@@ -238,9 +238,9 @@ class OpaqueCheck:
 
     def _line_of(self, code: CodeType) -> str:
         """Returns a text that is equal for equal code, also in another process."""
-        if not (place := place_of(code)):
+        if not (line := place_of(code)):
             raise Refusal(f"a custom function keeps an object whose code can't be compared: {why_no_place(code)}")
-        return place
+        return line
 
     def _tensor(self, tensor: Tensor) -> None:
         if self._is_context:
