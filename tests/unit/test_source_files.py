@@ -200,21 +200,21 @@ def test_a_name_of_torch_does_not_make_a_function_torchs(imported: Import) -> No
 
 
 def test_a_name_for_one_of_two_closures_is_compared(imported: Import) -> None:
-    """Both have the same code, and the function reads both."""
+    """Both have the same code, and the function reads both under names of their own before the third."""
     text = """
     import torch
     def make(slope):
         return lambda gradient: gradient * slope
     first, second = make(0.5), make(0.7)
-    chosen = first
+    used = first
     class Chosen(torch.autograd.Function):
         @staticmethod
         def backward(ctx, gradient):
-            return first(gradient) + second(gradient) + chosen(gradient)
+            return first(gradient) + second(gradient) + used(gradient)
     """
     module = imported("closures", closures__dot__py=text)
     before = CodeIdentity(module.Chosen).digest()
-    module.chosen = module.second
+    module.used = module.second
     assert "" != CodeIdentity(module.Chosen).digest() != before
 
 
