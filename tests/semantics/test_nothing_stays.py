@@ -1,6 +1,7 @@
 """After backward nothing of Backhaul stays on a tensor of the user: torch.utils.swap_tensors accepts each of them."""
 
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -109,3 +110,29 @@ def test_a_predicted_call_finds_its_weights_again(session: Session, monkeypatch:
             step(run, torch.randn(4, WIDTH, requires_grad=True), torch.ones(WIDTH))
         assert confirmed[0] is False
         assert any(confirmed)
+
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention": lambda x: nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0],
+    "batch norm": lambda x: nn.functional.batch_norm(x, None, None, training=True),
+    "sigmoid": lambda x: x.sigmoid(),
+}
+"""Functions by their last op. Of what the first two save, bytes are undefined."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_no_tensor_of_a_recomputation_on_the_trainer_stays(end: str) -> None:
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    session = backhaul.connect(settings=QUIET)
+    session.close()
+
+    def tensors_after(steps: int) -> int:
+        for _ in range(steps):
+            x = torch.randn(4, WIDTH, requires_grad=True)
+            loss = session.checkpoint(lambda x: ENDS[end](x @ weight), x, returns="activations").square().mean()
+            loss.backward()
+        del x, loss
+        gc.collect()
+        return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+    assert tensors_after(2) == tensors_after(3)

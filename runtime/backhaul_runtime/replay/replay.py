@@ -182,7 +182,11 @@ class Replay:
         self._trace = trace
         self._watched, self._written = watched, dict[int, tuple[int, int]]()
         self._cuts, self._cut = self._last_written(sources, generator_states), dict[int, Tensor]()
-        with torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)), context or nullcontext():
+        with (
+            self._packing.running(),
+            torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)),
+            context or nullcontext(),
+        ):
             results = self._run(meter, keeps_modes=context is not None)
         if program.functions or program.types:  # Rule 6
             contents.forget()
@@ -283,7 +287,7 @@ class Replay:
     ) -> list[Tensor]:
         args = [self._value(value, results) for value in node.args]
         kwargs = {name: self._value(value, results) for name, value in node.kwargs}
-        self._packing.op, self._packing.is_undefined, self._packing.reads = node.op, None, None
+        self._packing.begin_op(node.op)
         check = None
         if node.is_function or node.op in names.ops:
             parts = parts_in((node.args, tuple(value for _, value in node.kwargs)))

@@ -1,7 +1,8 @@
 """The saved-tensor hooks of a replay: one notes what autograd saves, the other returns it to backward."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -101,6 +102,22 @@ class SavedTensorPacker:
         if self._keep_saved:
             self.kept.append(saved)
         return saved
+
+    def begin_op(self, op: str) -> None:
+        """Notes which op is about to run; an empty name after the last one."""
+        self.op, self.is_undefined, self.reads, self.reads_projection = op, None, None, []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Holds nothing of an op after the ops have run, also if one failed.
+
+        `is_undefined` refers to the op's arguments, which lead to the graph, whose nodes hold this object. The garbage
+        collector can't free such a cycle.
+        """
+        try:
+            yield
+        finally:
+            self.begin_op("")
 
     def _content_of(self, tensor: Tensor, layout: Layout) -> tuple[Digest, list[Tensor]]:
         """Returns what is compared of a saved tensor's content: its digest, and its measurements if wanted."""
