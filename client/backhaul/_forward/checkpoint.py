@@ -83,6 +83,7 @@ def _run_segment(
                 begun.context,
             ):
                 returned.append(fn(*args, **kwargs))
+            recorder.recording.guarded(pack.find_overwritten, returned)
         finally:
             nesting.active = False
             pack.release()
@@ -148,6 +149,7 @@ def _begin(
         dispatcher.copies.hold,
         pack,
         pack.op_ended,
+        pack.overwritten,
         traces=options.debug,
         records_choices=dispatcher.records_choices(_device_types(arguments)),
         fixed=dispatcher.fixed,

@@ -1,5 +1,6 @@
 """The saved-tensor hooks of a checkpointed call."""
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -14,14 +15,15 @@ from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
-from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
+from backhaul_runtime.tensors.layout import as_laid_out, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
     DisablePythonDispatcher,
     DisableTorchDispatch,
     pop_saved_tensor_hooks,
+    pytree,
     version_of,
 )
-from backhaul_runtime.torch_internals.storages import StorageLedger
+from backhaul_runtime.torch_internals.storages import StorageLedger, storage_key
 
 
 class SavedTensorHooks:
@@ -109,6 +111,47 @@ class SavedTensorHooks:
             assert self.recorder is not None
             self.recorder.recording.guarded(self._digest_undefined)
             self._undefined.clear()
+
+    def overwritten(self, alias: Tensor, positions: Iterable[int], version: int | None) -> None:
+        """Keeps saved tensors in memory that is about to be written to where autograd does not see it.
+
+        Args:
+            alias: A tensor in that memory.
+            positions: The positions of the saved tensors among those of the call.
+            version: The version that the alias must still have in backward; None for any.
+        """
+        assert self.recorder is not None
+        assert self._table is not None
+        for position in positions:
+            reference = self._table.handles.get(position)
+            handle = reference() if reference is not None else None
+            if handle is not None and handle.kept is None:
+                saved = self.recorder.recording.saved[position]
+                with DisablePythonDispatcher(), DisableTorchDispatch():
+                    if saved.layout.dtype == alias.dtype:
+                        handle.kept = KeptTensor(as_laid_out(alias, saved.layout, saved.offset), version, _modified)
+                    else:  # nothing shares the alias' version and has the other dtype, so backward raises an error
+                        handle.kept = KeptTensor(alias.detach(), -1, _modified)
+
+    def find_overwritten(self, returned: object) -> None:
+        """Keeps saved tensors in the memory of what the call has returned, if their bytes have changed.
+
+        No op explains the change (NumPy, DLPack, a storage), so no program does. Autograd's own
+        check is for writes that it sees. Accelerators are left out, because the host would wait for them.
+        """
+        assert self.recorder is not None
+        recording, memory = self.recorder.recording, self.recorder.call.memory
+        for output in pytree.tree_leaves(returned):
+            if not isinstance(output, Tensor) or output.device.type != "cpu" or output not in memory.interior:
+                continue
+            for position, version in memory.saved.get(storage_key(output), {}).items():
+                saved = recording.saved[position]
+                if saved.is_undefined or saved.layout.dtype != output.dtype or version != version_of(output):
+                    continue
+                tensor = as_laid_out(output, saved.layout, saved.offset)
+                if saved_digest(saved.layout, content_digest(tensor, saved.layout)) != saved.digest:
+                    self.overwritten(output, [position], None)
+                    recording.refuse("it writes to memory in a way that no op explains (NumPy, or a custom kernel)")
 
     def _digest_undefined(self) -> None:
         for kept, tensor in self._undefined:

@@ -1,6 +1,7 @@
 """The memory that a running call reads, makes and writes to."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -8,6 +9,10 @@ from backhaul_runtime.record.contents import Contents, FixedDigests
 from backhaul_runtime.record.interior_memory import InteriorMemory
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.record.sources import Hold, SourceLedger
+
+Overwritten = Callable[[Tensor, Iterable[int], int | None], None]
+"""Takes a tensor in the memory of saved tensors that autograd does not see a write to, their positions, and the version
+that the tensor must keep; None for any version."""
 
 
 class CallMemory:
@@ -23,6 +28,10 @@ class CallMemory:
         sources: The tensors from outside that ops have used.
         interior: The memory that the ops have made.
         contents: Takes the digests of tensors.
+        saved: Positions of the saved tensors in memory that the ops have made, with their versions when they were
+            saved, by the key of their storage.
+        unseen_aliases: Tensors in such memory that no op has made, as `.data` does.
+        overwritten: Called before a write to such memory that autograd does not see.
     """
 
     def __init__(
@@ -31,3 +40,6 @@ class CallMemory:
         self.sources = SourceLedger(noted, arguments, hold)
         self.interior = InteriorMemory(self.sources)
         self.contents = Contents(fixed)
+        self.saved: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        self.unseen_aliases: list[Tensor] = []
+        self.overwritten: Overwritten = lambda *_: None

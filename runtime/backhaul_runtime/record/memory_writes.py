@@ -6,8 +6,28 @@ from torch import Tensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.tensors.layout import unsupported_reason
-from backhaul_runtime.torch_internals.private import is_differentiable_view
+from backhaul_runtime.torch_internals.private import base_of, is_differentiable_view, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
+
+
+def keep_overwritten(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
+    """Lets saved tensors stay on the trainer if autograd does not see that an op is about to write to their memory.
+
+    Backward then reads what the op writes, while a replay would compute what was there before. The tensor that the op
+    writes to, or its base, is then an alias that no op has made (`.data` makes one). After a refusal this may also be
+    the unrecorded result of `detach`, after whose write backward is an error: it must keep its version.
+
+    Args:
+        call: The call that runs.
+        tensor: The tensor that the op is about to write to.
+        was_refused: Whether the recording was refused before the op.
+    """
+    memory, origin = call.memory, base_of(tensor)
+    origin = tensor if origin is None else origin
+    positions = memory.saved.get(storage_key(tensor)) if tensor in memory.interior else None
+    if positions and call.known.ref_of(origin) is None:
+        is_unseen = not was_refused or any(origin is alias for alias in memory.unseen_aliases)
+        memory.overwritten(tensor, positions, None if is_unseen else version_of(tensor))
 
 
 def prepare_write(call: RunningCall, tensor: Tensor) -> None:

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.call_memory import Overwritten
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.op_recorder import OpRecorder
@@ -51,6 +52,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         hold: Makes copies of tensors that may change before backward.
         pack: The pack hook that calls `note_saved`. Ops under any other hook are refused. None to check no hooks.
         op_ended: Called after each op, with whether the op is part of the program (Rule 4).
+        overwritten: Called before a write to the memory of saved tensors that autograd does not see.
         traces: Whether to describe each op in `trace`.
         records_choices: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
         fixed: Digests of parameters that keep their values while calls share this object; None to compute all digests.
@@ -71,6 +73,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         hold: Hold,
         pack: Callable[[Tensor], object] | None = None,
         op_ended: Callable[[bool], None] = lambda _: None,
+        overwritten: Overwritten = lambda *_: None,
         *,
         traces: bool = False,
         records_choices: bool = False,
@@ -83,7 +86,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self.recording = self.call.recording
         self._ops = OpRecorder(self.call, allowed, self.custom)
         self._saved = SavedTensorRecorder(self.call, self.custom)
-        self._op_ended = op_ended
+        self._op_ended, self.call.memory.overwritten = op_ended, overwritten
         self._first_hook = RemovableHandle.next_id
         self.trace: list[str] | None = [] if traces else None
         self.own_s = 0.0
@@ -91,7 +94,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         # These refer to the caller: a cycle would keep the inside of the call alive.
-        self._op_ended, self.call.states.pack = lambda _: None, None
+        self._op_ended, self.call.memory.overwritten, self.call.states.pack = lambda _: None, lambda *_: None, None
         self.custom.end_call()
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

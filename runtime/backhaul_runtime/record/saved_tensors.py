@@ -11,6 +11,7 @@ from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.tensors.deferred_digest import Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals.private import version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 FUNCTION_SAVES = "a custom autograd function saves a tensor"
@@ -58,6 +59,8 @@ class SavedTensorRecorder:
             self._custom.note_saved(tensor, is_hidden=is_hidden)
         if is_hidden:
             memory.interior.add_hidden(tensor)
+        if source < 0:
+            memory.saved[storage_key(tensor)][len(call.recording.saved)] = version_of(tensor)
         if call.recording.refusal is None:
             call.builder.note_save()
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())

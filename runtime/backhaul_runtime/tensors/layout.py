@@ -243,6 +243,17 @@ def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
     return with_lazy_bits(tensor, conjugate=layout.conjugate, negative=layout.negative)
 
 
+def as_laid_out(alias: Tensor, layout: Layout, offset: int) -> Tensor:
+    """Returns a detached tensor of a layout in the storage of another tensor, whose version counter it shares.
+
+    Args:
+        alias: A tensor in the storage, of the same dtype.
+        layout: The layout of the tensor.
+        offset: The offset of the tensor in the storage, in elements.
+    """
+    return with_bits(alias.detach().as_strided(layout.shape, layout.strides, offset), layout)
+
+
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:
     """Returns a uint8 view of a range of a tensor's storage. The offset counts from the start of the storage.
 

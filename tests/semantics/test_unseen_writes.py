@@ -1,0 +1,144 @@
+"""Writes inside a segment that autograd does not see, to memory that autograd has saved."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import backhaul
+from conftest import RETURNS
+from support.devices import DEVICE
+
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    ".data": lambda y: y.data.mul_(2),
+    "clamp": lambda y: y.data.clamp_(-0.5, 0.5),
+    "a view of .data": lambda y: y.data[1:].zero_(),
+}
+OUTSIDE_OF_OPS: dict[str, Callable[[Tensor], object]] = {
+    "NumPy": lambda y: np.multiply(y.detach().numpy(), 2, out=y.detach().numpy()),
+    "DLPack": lambda y: torch.utils.dlpack.from_dlpack(y.detach()).mul_(3),
+    "storage": lambda y: y.untyped_storage().copy_(torch.ones_like(y).untyped_storage()),
+}
+USES: dict[str, Callable[[Tensor], Tensor]] = {
+    "returned": lambda y: y,
+    "used by an op that saves nothing": lambda y: y + 1,
+    "saved again": lambda y: y * y,
+}
+
+
+class Doubling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        ctx.save_for_backward(x)  # type: ignore[attr-defined]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def gradients(function: Callable[[Tensor, Tensor], Tensor], checkpoint: Callable[..., Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    x, weight = (torch.randn(4, 6).to(DEVICE).requires_grad_() for _ in range(2))
+    checkpoint(function, x, weight).square().sum().backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return [x.grad, weight.grad]
+
+
+def plainly(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    return function(*args)
+
+
+def assert_equal_to_plain(
+    session: backhaul.Session, returns: str, function: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    expected = gradients(function, plainly)
+    for _ in range(2):  # the second call is predicted
+        found = gradients(function, lambda *call: session.checkpoint(*call, returns=returns))
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("write", WRITES)
+def test_backward_reads_what_an_op_has_written_through_data(
+    session: backhaul.Session, write: str, use: str, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp()
+        WRITES[write](y)
+        return USES[use](y)
+
+    assert_equal_to_plain(session, returns, function)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("write", OUTSIDE_OF_OPS)
+@pytest.mark.skipif(DEVICE != "cpu", reason="the host does not compare what is on an accelerator")
+def test_backward_reads_what_something_else_has_written_to_an_output(
+    session: backhaul.Session, write: str, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp()
+        OUTSIDE_OF_OPS[write](y)
+        return y
+
+    assert_equal_to_plain(session, returns, function)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_backward_reads_what_a_refused_function_has_written_to_what_was_saved_before(
+    session: backhaul.Session, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return Doubling.apply((x * weight).exp())
+
+    assert_equal_to_plain(session, returns, function)
+
+
+def test_a_write_to_a_detached_tensor_after_a_refusal_is_an_error_as_without_checkpointing(
+    session: backhaul.Session,
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp()
+        Doubling.apply(torch.ones(1))  # refused
+        y.detach().mul_(2)
+        return y + 1
+
+    for checkpoint in (plainly, session.checkpoint):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(function, checkpoint)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_a_write_to_an_output_that_autograd_sees_is_an_error_as_without_checkpointing(
+    session: backhaul.Session, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return (x * weight).exp().mul_(2)
+
+    for checkpoint in (plainly, lambda *call: session.checkpoint(*call, returns=returns)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(function, checkpoint)
+
+
+def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
+    """The gradient is that of the value before the write."""
+
+    def function(x: Tensor, weight: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+        y = (x * weight).exp()
+        write(y)
+        return y.detach() + (y - y.detach())  # the value after the write, and the gradient of `y`
+
+    def unseen(y: Tensor) -> None:
+        y.untyped_storage().copy_((2 * torch.ones_like(y)).untyped_storage())
+
+    torch.manual_seed(0)
+    x, weight = (torch.randn(4, 6).to(DEVICE).requires_grad_() for _ in range(2))
+    (found,) = torch.autograd.grad(session.checkpoint(function, x, weight, unseen).sum(), x)
+    (before,) = torch.autograd.grad((x * weight).exp().sum(), x)
+    assert torch.equal(found, before)
