@@ -337,16 +337,17 @@ class SegmentServicer(Servicer):
     async def _wait(self, segment: Segment, answer: "asyncio.Future[RunResult]") -> AsyncIterator[segment_pb2.Progress]:
         """Yields the progress of a request until it is done. Renews the lease of its session meanwhile.
 
-        The first message comes at once only if other work is queued before it: most requests are answered sooner.
+        The first message comes at once only if much other work is queued before it: most requests are answered sooner.
         """
         while not answer.done():
             running, queued_s = self._engine.progress(segment)
-            if queued_s:
+            if is_far := queued_s > PROGRESS_INTERVAL_S:
                 yield segment_pb2.Progress(running=running, ahead_s=queued_s)
             await asyncio.wait([answer], timeout=PROGRESS_INTERVAL_S)
             self.session(segment.session.id)
-            if not queued_s and not answer.done():
-                yield segment_pb2.Progress(running=self._engine.progress(segment)[0])
+            if not is_far and not answer.done():
+                running, queued_s = self._engine.progress(segment)
+                yield segment_pb2.Progress(running=running, ahead_s=queued_s)
         async for _ in self._until_computed(result_of(answer).bundle.tensors):
             self.session(segment.session.id)
             yield segment_pb2.Progress(running=True)
