@@ -43,14 +43,34 @@ export function setText(node, text) {
 }
 
 /**
- * Shows this content, nodes or text, in place of what a node has. Nodes that are equal to those there stay, with their focus
- * and listeners, so a listener may depend only on what its node shows.
+ * Shows this content, nodes or text, in place of what a node has. Nodes that are there already are changed instead of
+ * replaced. Only buttons and fields may have listeners, which may depend on nothing but what their node shows.
  */
 export function show(host, ...content) {
+  if (content.length === 1 && typeof content[0] === "string" && host.childElementCount === 0) {
+    setText(host, content[0]); // most cells of tables: no node has to be made to find that nothing differs
+    return;
+  }
   const wanted = content.flat().filter((part) => part !== "").map((part) => (part instanceof Node ? part : new Text(part)));
-  const there = [...host.childNodes];
-  const isSame = there.length === wanted.length && there.every((node, i) => node.isEqualNode(wanted[i]));
-  if (!isSame) host.replaceChildren(...wanted.map((node, i) => (there[i]?.isEqualNode(node) ? there[i] : node)));
+  wanted.forEach((node, i) => {
+    const there = host.childNodes[i];
+    if (there === undefined) host.append(node);
+    else if (!there.isEqualNode(node)) become(there, node);
+  });
+  while (host.childNodes.length > wanted.length) host.lastChild.remove();
+}
+
+/** Gives a node the attributes and the content of another one, which takes its place if that has listeners. */
+function become(there, node) {
+  if (there.nodeName !== node.nodeName || node.matches?.("button, input")) there.replaceWith(node);
+  else if (node instanceof Text) there.data = node.data;
+  else {
+    for (const { name } of [...there.attributes]) if (!node.hasAttribute(name)) there.removeAttribute(name);
+    for (const { name, value } of node.attributes) if (name !== "style") setAttribute(there, name, value);
+    const { cssText } = node.style; // the page's policy forbids style attributes
+    if (there.style.cssText !== cssText) there.style.cssText = cssText;
+    show(there, ...node.childNodes);
+  }
 }
 
 /** Sets an attribute, or removes it if the value is null. */
