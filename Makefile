@@ -44,10 +44,11 @@ nightly: $(VENV)/.dev
 	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 $(ON_ANY_DEVICE)
 	$(MAKE) test-simulated-gpu test-browser test-distributed dist-test
 
-# Tests that take at most 0.25 s and start no worker process. Those in tests/pure run with torch blocked.
+# Tests that take at most 0.25 s and start no worker process of their own. Those in tests/pure run with torch blocked.
 fast: $(VENV)/.dev
-	WITHOUT_TORCH=1 $(BIN)/python -m pytest --quiet -m 'not slow' tests/pure
-	$(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile -m 'not slow' tests/unit tests/contract
+	WITHOUT_TORCH=1 $(BIN)/python -m pytest --quiet -m 'not slow and not soak and not nightly' tests/pure
+	$(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile -m 'not slow and not soak and not nightly' \
+		tests/unit tests/contract tests/semantics
 
 # What to run before each commit. It leaves out the comparison of generated stubs, which needs a venv of its own.
 check: $(VENV)/.dev

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,7 @@ def test_every_field_says_what_its_value_is() -> None:
     assert empty == []
 
 
+@pytest.mark.slow
 def test_the_check_finds_an_empty_field() -> None:
     docstring = "What.\n\nArgs:\n    tensor: Of it.\n    count: How many tensors\n        there are.\n\nMore."
     assert list(fields(docstring)) == [("tensor", "Of it."), ("count", "How many tensors there are.")]

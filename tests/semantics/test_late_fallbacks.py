@@ -21,6 +21,7 @@ from support.bits import differing
 from support.processes import WorkerProcess
 
 WIDTH = 8
+pytestmark = pytest.mark.slow  # it starts a worker that imports torch
 ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
 
 

@@ -58,6 +58,7 @@ COMPOSITIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [sines, differentiates])
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_any_nesting_of_checkpoints_and_derivatives(fn: Function, early_stop: bool, session: Session) -> None:

@@ -59,6 +59,7 @@ def lives(tmp_path: Path) -> list[int]:
     return [int(line) for line in (tmp_path / "lives").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def has_lived(tmp_path: Path, times: int) -> bool:
     return len(lives(tmp_path)) == times
 
