@@ -218,6 +218,24 @@ def test_a_name_for_one_of_two_closures_is_compared(imported: Import) -> None:
     assert "" != CodeIdentity(module.Chosen).digest() != before
 
 
+def test_what_a_cache_holds_is_not_compared(imported: Import) -> None:
+    """Also if a function is visited after it."""
+    text = """
+    import torch
+    cache = {}
+    class Cached(torch.autograd.Function):
+        @staticmethod
+        def backward(ctx, gradient):
+            return later(gradient) * cache.get(1, [object()])
+    def later(gradient):
+        return gradient
+    """
+    module = imported("caching", caching__dot__py=text)
+    before = CodeIdentity(module.Cached).digest()
+    module.cache.update({1: [object()], 2: [object(), [object()]]})
+    assert "" != CodeIdentity(module.Cached).digest() == before
+
+
 def test_a_module_without_files_keeps_a_function_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
         archive.writestr("zipped/__init__.py", CODE)

@@ -231,7 +231,9 @@ class _Walk:
         self.names: set[str] = set()
         self.texts: set[str] = set()  # that the code may use as names, wherever they are
         self.objects: list[Any] = []  # the classes and functions that the code reads
-        self._numbers: dict[int, int] = {}  # of what was visited, by its id
+        # Of what was visited, by its id. Only functions and classes count: caches hold other things, and differ.
+        self._numbers: dict[int, int] = {}
+        self._count = 0
         self._kept: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
@@ -269,7 +271,8 @@ class _Walk:
         if len(self._kept) >= MAX_FUNCTIONS:
             self.obstacle = _NOT_COMPARED
             return False
-        self._numbers[id(value)] = len(self._kept)
+        self._numbers[id(value)] = self._count
+        self._count += isinstance(value, (FunctionType, type))
         self._kept.append(value)
         return True
 
