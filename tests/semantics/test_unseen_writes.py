@@ -58,8 +58,8 @@ def assert_equal_to_plain(
 ) -> None:
     expected = gradients(function, plainly)
     for _ in range(2):  # the second call is predicted
-        found = gradients(function, lambda *call: session.checkpoint(*call, returns=returns))
-        assert all(map(torch.equal, found, expected))
+        computed = gradients(function, lambda *call: session.checkpoint(*call, returns=returns))
+        assert all(map(torch.equal, computed, expected))
 
 
 @pytest.mark.parametrize("returns", RETURNS)
@@ -139,6 +139,6 @@ def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
 
     torch.manual_seed(0)
     x, weight = (torch.randn(4, 6).to(DEVICE).requires_grad_() for _ in range(2))
-    (found,) = torch.autograd.grad(session.checkpoint(function, x, weight, unseen).sum(), x)
+    (gradient,) = torch.autograd.grad(session.checkpoint(function, x, weight, unseen).sum(), x)
     (before,) = torch.autograd.grad((x * weight).exp().sum(), x)
-    assert torch.equal(found, before)
+    assert torch.equal(gradient, before)
