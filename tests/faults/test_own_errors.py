@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -198,6 +199,41 @@ def test_a_request_that_cannot_be_encoded_is_a_fallback(session: Session, monkey
     monkeypatch.undo()
     assert differing(ours, plain) == []
     assert "a request could not be sent" in str(session.report())
+
+
+@pytest.mark.parametrize(
+    "step_at",
+    [
+        "backhaul._worker_client.remote_segment.contributions_in",
+        "backhaul._worker_client.remote_segment.saved_views",
+        "backhaul._backward.frame.check_recomputed",
+    ],
+)
+@pytest.mark.parametrize("in_block", [False, True])
+def test_an_error_in_backward_is_a_fallback(
+    step_at: str,
+    in_block: bool,
+    returns: str,
+    session: Session,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    injected = itertools.count()
+
+    def failing(*_: Any, **__: Any) -> None:
+        next(injected)
+        raise InjectedError("injected")
+
+    plain = expected()
+    monkeypatch.setattr(errors, "_logged", set())
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "backhaul"):
+        patch.setattr(step_at, failing)
+        with session.accumulate() if in_block else nullcontext():
+            ours = gradients(lambda block, x: session.checkpoint(block, x, returns=returns))
+    assert differing(ours, plain) == []
+    if next(injected):
+        assert "the answer could not be used: InjectedError: injected" in str(session.report())
+        assert [record for record in caplog.records if "Traceback" in record.getMessage()]
 
 
 def test_a_session_closes_although_nothing_can_be_released(

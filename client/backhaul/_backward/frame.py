@@ -6,8 +6,8 @@ lives as long as a backward could need its segment, and its death releases every
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -37,6 +37,7 @@ from backhaul_runtime.errors import (
     UnsupportedTensorError,
     WorkerError,
     WorkerLostError,
+    log_once,
 )
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Program
@@ -57,6 +58,22 @@ from backhaul_runtime.torch_internals.private import (
 
 RECOVERABLE = (WorkerError, WorkerLostError, CheckpointError, UnsupportedTensorError)
 """Errors that end a remote attempt but not the training: the trainer recomputes instead."""
+
+
+@contextmanager
+def _recoverable() -> Iterator[None]:
+    """Lets the trainer recompute after an unexpected error of Backhaul's own code, whose traceback is logged once.
+
+    Raises:
+        WorkerError: In the place of an unexpected error.
+    """
+    try:
+        yield
+    except (BackhaulError, *RECOVERABLE):
+        raise
+    except Exception as error:
+        log_once(error)
+        raise WorkerError(f"the answer could not be used: {type(error).__name__}: {error}") from None
 
 
 class RemoteGradients(NamedTuple):
@@ -233,10 +250,11 @@ class Frame:
                 f"the custom autograd function {changed}, or a value that it reads, was changed after forward"
             )
         summed, checks_bytes = self.consumers.sources if summed is None else summed, self.call.options.checks_bytes
-        answer = remote.backward(
-            gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
-        )
-        self._check(remote, answer.saved)
+        with _recoverable():
+            answer = remote.backward(
+                gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
+            )
+            self._check(remote, answer.saved)
         names.proven.update(self.program.functions)
         return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored, answer.took_s)
 
@@ -359,10 +377,11 @@ class Frame:
         if self.remote is not None:
             stopwatch = Stopwatch(self.call.device)
             try:
-                self._incoming = self.remote.recompute(
-                    {index: self.call.recording.saved[index].layout for index in positions}
-                )
-                self._check(self.remote, self._incoming.saved)
+                with _recoverable():
+                    self._incoming = self.remote.recompute(
+                        {index: self.call.recording.saved[index].layout for index in positions}
+                    )
+                    self._check(self.remote, self._incoming.saved)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -374,7 +393,8 @@ class Frame:
         """Returns a recomputed tensor; None if its memory has been written to or freed since."""
         if index not in self._here and self._incoming is not None:
             try:
-                return self._take(self._incoming, index)
+                with _recoverable():
+                    return self._take(self._incoming, index)
             except RECOVERABLE as error:
                 self.lost(error)
                 self._recompute_here({index, *self._wanted})
