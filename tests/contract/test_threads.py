@@ -1,4 +1,4 @@
-"""Every method that a thread of ours runs says which thread that is."""
+"""What holds for all threads: methods say which thread runs them, and locks are safe from Ctrl-C."""
 
 import ast
 from pathlib import Path
@@ -46,3 +46,40 @@ def test_what_a_thread_runs_asserts_the_thread(module: str) -> None:
     }
     for method, thread in TARGETS[module].items():
         assert f"only_in({thread!r})" in checked[method]
+
+
+UNSAFE = {
+    "threading": {"Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier"},
+    "queue": {"Queue", "LifoQueue", "PriorityQueue"},
+    "concurrent.futures": None,  # all of it
+}
+"""Modules with what contains a threading.Condition: Rule 1 of NOTE [Interrupts]."""
+
+
+def unsafe(module: ast.Module) -> set[str]:
+    """What a module uses or imports of `UNSAFE`."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and (names := UNSAFE.get(ast.unparse(node.value))):
+            found |= {node.attr} & names
+        if isinstance(node, ast.ImportFrom) and node.module in UNSAFE:
+            imported = {alias.name for alias in node.names}
+            found |= imported & (UNSAFE[node.module] or imported)
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("concurrent")}
+    return found
+
+
+def test_a_lock_whose_exit_is_python_is_found() -> None:
+    assert unsafe(ast.parse("import threading\nevent = threading.Event()")) == {"Event"}
+    assert unsafe(ast.parse("from concurrent.futures import Future, wait")) == {"Future", "wait"}
+    assert unsafe(ast.parse("import queue, threading\nqueue.SimpleQueue(), threading.Lock()")) == set()
+
+
+def test_no_training_thread_takes_a_lock_whose_exit_is_python() -> None:
+    found = {
+        path: names
+        for path, module in MODULES.items()
+        if path.startswith(("client/", "runtime/")) and (names := unsafe(module))
+    }
+    assert found == {}

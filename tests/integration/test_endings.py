@@ -1,9 +1,12 @@
 """What happens when an object dies: nothing that waits for a lock, and nothing that Ctrl-C can cut in half."""
 
 import ast
+import concurrent.futures._base
+import concurrent.futures.thread
 import gc
 import mmap
 import os
+import queue
 import sys
 import threading
 import weakref
@@ -312,3 +315,34 @@ def test_an_interrupt_while_a_segment_is_queued_leaves_its_room(
     session.checkpoint(lambda x: (x * 2).sin(), x * 1, strict=True).sum().backward()
     assert torch.equal(grad_of(x), (x.detach() * 2).cos() * 2)
     del y
+
+
+STANDARD = (threading.__file__, queue.__file__, concurrent.futures._base.__file__, concurrent.futures.thread.__file__)
+
+
+def test_training_takes_no_lock_that_an_interrupt_would_leave_locked(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither directly nor inside of an object of the standard library: NOTE [Interrupts]."""
+    taken = set[str]()
+    own_exit, this = threading.Condition.__exit__, threading.get_ident()
+
+    def noted(self: threading.Condition, *error: Any) -> None:
+        frame = sys._getframe(1) if threading.get_ident() == this else None
+        is_start = False  # a thread that does not start hinders nobody else
+        while frame is not None and frame.f_code.co_filename in STANDARD:
+            is_start, frame = is_start or frame.f_code is threading.Thread.start.__code__, frame.f_back
+        path = frame.f_code.co_filename if frame is not None and not is_start else ""
+        if "/backhaul" in path:
+            taken.add(path)
+        own_exit(self, *error)
+
+    monkeypatch.setattr(threading.Condition, "__exit__", noted)
+    model, x = nn.Linear(16, 16), torch.randn(16, 16)
+    for _ in range(3):
+        session.checkpoint(model, session.checkpoint(model, x)).sum().backward()
+        with session.accumulate() as block:
+            for _ in range(2):
+                block.backward(session.checkpoint(model, session.checkpoint(model, x)).sum())
+    session.close()
+    assert taken == set()

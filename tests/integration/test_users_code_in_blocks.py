@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import pytest
@@ -14,8 +14,10 @@ import backhaul
 from backhaul import Session
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.plan import Shares
+from backhaul._accumulate.serial_thread import SerialThread
 from backhaul._config import LOCALS, Local
 from backhaul._worker_client.answers.uncollected_gradients import UncollectedGradients
+from backhaul_runtime.process.latch import Promise
 from backhaul_runtime.tensors.deferred_digest import KNOWN_BYTES
 from conftest import QUIET, QUIET_S, wait_until
 from support.bits import Checkpoint, differing, plainly
@@ -415,11 +417,11 @@ def test_a_hook_must_leave_the_gradients_of_others_alone(session: Session, build
 def test_a_block_after_one_that_could_not_end(session: Session, monkeypatch: pytest.MonkeyPatch, last: str) -> None:
     """Two interrupts, the second while the block waits for its threads, one of which then asks the worker."""
     asked = list[AccumulationBlock]()
-    late = Future[None]()
+    late = Promise[None]()
 
     def held_up(method: Callable[..., Any]) -> Callable[..., Any]:
         def first_waits(self: UncollectedGradients, *args: Any) -> Any:
-            if len(asked) == 1 and not late.done():
+            if len(asked) == 1 and not late.is_done:
                 late.result(QUIET_S)
             return method(self, *args)
 
@@ -430,7 +432,7 @@ def test_a_block_after_one_that_could_not_end(session: Session, monkeypatch: pyt
 
     with monkeypatch.context() as patch:
         patch.setattr(UncollectedGradients, last, held_up(getattr(UncollectedGradients, last)))
-        patch.setattr(ThreadPoolExecutor, "shutdown", interrupted)
+        patch.setattr(SerialThread, "end", interrupted)
         patch.setattr(UncollectedGradients, "abandon", interrupted)
         with pytest.raises(KeyboardInterrupt), session.accumulate() as block:
             asked.append(block)
@@ -445,5 +447,5 @@ def test_a_block_after_one_that_could_not_end(session: Session, monkeypatch: pyt
         ours = gradients(session, happen=lambda number, _: late.set_result(None) if number == 1 else None)
     assert differing(ours, gradients(None)) == []
     for thread in block._runs._threads.values():
-        thread.shutdown()
+        thread.end()
     assert differing(gradients(session), gradients(None)) == []

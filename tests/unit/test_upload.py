@@ -127,6 +127,11 @@ class FakeLink:
         self.troubles.append(error.status)
 
 
+def failure_of(save: SegmentUpload) -> BaseException | None:
+    assert save.saved.wait(10)
+    return save.saved.error
+
+
 def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
     layout = layout_of(tensor)
     source = SourceTensor(address_of(tensor), layout, tensor, is_copy=True, is_transient=True)
@@ -167,7 +172,7 @@ def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
     connection.gate.set()
     lost = save_of(torch.ones(100))
     uploader.save(lost)
-    error = lost.saved.exception(10)
+    error = failure_of(lost)
     assert isinstance(error, WorkerLostError)
     assert error.status == "DOWN"
     uploader.close()
@@ -279,7 +284,7 @@ def test_tensors_of_a_refused_save_are_not_sent_again() -> None:
     refused, other = save_of(torch.zeros(10)), save_of(torch.zeros(10), 2)
     for save in (refused, other):
         uploader.save(save)
-    assert isinstance(refused.saved.exception(10), BudgetError)
+    assert isinstance(failure_of(refused), BudgetError)
     other.saved.result(10)
     assert connection.log == ["program", "save with tensors", "save"]
     uploader.close()
@@ -298,7 +303,7 @@ def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
     assert uploader.segments() == [1]
     connection.gate.set()
     first.saved.result(10)
-    assert "released before it was sent" in str(second.saved.exception(10))
+    assert "released before it was sent" in str(failure_of(second))
     wait_until(lambda: "release" in connection.log, "the second is released")
     assert connection.log == ["program", "save with tensors", "release"]
     owners.clear()
@@ -391,7 +396,7 @@ def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(cuda, "Event", lambda **_: 1 / 0)
         uploader.save(lost)
-        assert isinstance(lost.saved.exception(10), WorkerLostError)
+        assert isinstance(failure_of(lost), WorkerLostError)
     uploader.save(other)
     assert other.saved.result(10) is None
     uploader.close()
@@ -404,6 +409,6 @@ def test_a_prediction_that_could_not_be_sent_holds_nothing() -> None:
     predicted.is_predicted = True
     connection.up = None
     uploader.save(predicted)
-    assert isinstance(predicted.saved.exception(5), WorkerLostError)
+    assert isinstance(failure_of(predicted), WorkerLostError)
     uploader.close()
     assert predicted.sources == ()

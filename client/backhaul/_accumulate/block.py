@@ -18,7 +18,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -384,7 +383,7 @@ class AccumulationBlock:
         micro_batch = self._open[0]
         stopwatch = Stopwatch(self._device)
         if micro_batch.ended is not None:
-            wait([micro_batch.ended])
+            micro_batch.ended.wait()
         waited = stopwatch.stop()
         self._times.waited.add(waited)
         self._log.wait(waited)

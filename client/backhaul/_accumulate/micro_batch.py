@@ -1,7 +1,6 @@
 """The gradients of one micro-batch in an accumulation block: how they are computed, folded, and computed again."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -16,6 +15,7 @@ from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import AccumulationError
+from backhaul_runtime.process.latch import Promise
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.torch_internals import ambient_state
@@ -60,7 +60,7 @@ class MicroBatch:
     first_gradient: Tensor | None = None
     stored: StoredGradient | None = None
     last_gradient: tuple[int, Tensor] | None = None
-    ended: "Future[None] | None" = None
+    ended: Promise[None] | None = None
     is_stopped: bool = False
     error: Exception | None = None
 

@@ -2,8 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from functools import partial
 
 from torch import Tensor
@@ -19,11 +17,13 @@ from backhaul._accumulate.micro_batch import (
     only_contributions,
     uploader_of,
 )
+from backhaul._accumulate.serial_thread import SerialThread
 from backhaul._backward.remote_side import StoredGradient
 from backhaul._observe.report import Decision, SegmentLog
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import BackhaulError
+from backhaul_runtime.process.latch import Promise
 
 MOST_UPCOMING = 32
 """The number of its next segments that a worker is told, which it replays ahead in this order."""
@@ -46,10 +46,10 @@ class RemoteRuns:
 
     def __init__(self, gradients: HeldGradients, log: SegmentLog, unfinished: Sequence[MicroBatch]) -> None:
         self._gradients, self._log, self._unfinished = gradients, log, unfinished
-        self._threads: dict[Uploader, ThreadPoolExecutor] = {}
+        self._threads: dict[Uploader, SerialThread] = {}
         self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
-        self._last: dict[Uploader, Future[None]] = {}  # the last part of a run that each thread was given
-        self._collecting: dict[Uploader, Future[Sums]] = {}
+        self._last: dict[Uploader, Promise[None]] = {}  # the last part of a run that each thread was given
+        self._collecting: dict[Uploader, Promise[Sums]] = {}
         self._failed: set[Uploader] = set()
         self.busy_s: dict[Uploader, list[float]] = {}
 
@@ -60,14 +60,14 @@ class RemoteRuns:
                 self._gradients.stop_keeping()
                 return
             if uploader not in self._threads:
+                try:
+                    self._threads[uploader] = SerialThread()
+                except RuntimeError:  # the interpreter is shutting down and starts no more threads
+                    self._gradients.stop_keeping()
+                    return
                 self._rounds[uploader] = uploader.uncollected.begin()
-                self._threads[uploader] = ThreadPoolExecutor(1, "backhaul-deferred")
             run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
-            try:
-                micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
-            except RuntimeError:  # the interpreter is shutting down and starts no more work in threads
-                self._gradients.stop_keeping()
-                return
+            micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
 
     def begin_collecting(self, streams: Streams) -> None:
         """Lets each worker's thread fetch the gradients that its worker has kept, after its last run.
@@ -76,8 +76,7 @@ class RemoteRuns:
             streams: The streams of the last micro-batch.
         """
         for uploader, thread in self._threads.items():
-            with suppress(RuntimeError):  # the interpreter is shutting down and starts no more work in threads
-                self._collecting[uploader] = thread.submit(self._collected, uploader, streams)
+            self._collecting[uploader] = thread.submit(partial(self._collected, uploader, streams))
 
     def collect(self, streams: Streams) -> set[Uploader]:
         """Waits for all runs, and fetches the gradients that workers have kept.
@@ -90,7 +89,7 @@ class RemoteRuns:
         """
         lost = set[Uploader]()
         for uploader, last in self._last.items():
-            wait([last])  # until the worker's thread is idle
+            last.wait()  # until the worker's thread is idle
             collecting = self._collecting.pop(uploader, None)
             try:
                 sums = self._collected(uploader, streams) if collecting is None else collecting.result()
@@ -107,7 +106,7 @@ class RemoteRuns:
         for uploader in self._threads:
             uploader.uncollected.abandon()
         for thread in self._threads.values():
-            thread.shutdown(cancel_futures=True)
+            thread.end()
 
     def _collected(self, uploader: Uploader, streams: Streams) -> Sums:
         with on_streams(streams):  # a worker's thread has another one, which nothing would wait for
@@ -115,10 +114,10 @@ class RemoteRuns:
                 self._rounds[uploader], lambda size_bytes: self._log.traffic(down_bytes=size_bytes)
             )
 
-    def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: "Future[None] | None") -> None:
+    def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: Promise[None] | None) -> None:
         """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
         if previous is not None:
-            wait([previous])
+            previous.wait()
         try:
             with on_streams(micro_batch.streams):  # this thread's own stream would not wait for the head
                 for _ in range(segments):

@@ -19,6 +19,7 @@ from backhaul._worker_client.connection.connection import FULL, Connection
 from backhaul_runtime.errors import BackhaulError, ConnectError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
+from backhaul_runtime.process.latch import Latch
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 
@@ -55,7 +56,7 @@ class Roster(Sequence[WorkerHandle]):
         self._fixed: set[str] = set()  # gRPC's names of the workers that stay, which a source may name as well
         self._last: dict[str, list[Address]] = {}  # what each source named last
         self._troubles: dict[str, str] = {}  # why a source cannot be read, as it was logged
-        self._closing = threading.Event()
+        self._closing = Latch()
         self._thread = threading.Thread(target=self._follow, name="backhaul-discovery", daemon=True)
 
     @overload
@@ -177,7 +178,7 @@ class Roster(Sequence[WorkerHandle]):
                 does = "leaves" if worker.is_leaving else "stays"
                 logger.info("Worker %s %s.", worker.connection.name, does, extra=about(self._run))
         for target, address in named.items():
-            if target not in self._named and not self._closing.is_set():
+            if target not in self._named and not self._closing.is_set:
                 connection = self._connect(address, token_file)
                 connection.start()
                 self._named[target] = self._handle(connection)

@@ -24,6 +24,7 @@ from backhaul._observe.report import BlockReport, Decision
 from backhaul._observe.run_events import RunEvents
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
+from backhaul_runtime.process.latch import Latch
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.durations import Duration, DurationSum
@@ -126,7 +127,7 @@ class Telemetry:
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
         self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
-        self._end = threading.Event()
+        self._end = Latch()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
 
     def start(self) -> None:

@@ -1,7 +1,6 @@
 """The trainer's side of a segment that a worker stores."""
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from backhaul._observe.call_log import CallLog
 from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views
 from backhaul._worker_client.answers.answer_stream import AnswerStream, Messages, PushedAnswer
 from backhaul._worker_client.connection.connection import Connection
-from backhaul._worker_client.connection.deadlines import Expected, Liveness
+from backhaul._worker_client.connection.deadlines import SLICE_S, Expected
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.upload.backward_chains import SpeculativeGradient
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
@@ -326,7 +325,9 @@ class SavedSegment:
 
     def _wait_until_saved(self) -> None:
         """Waits for the uploader, which ends by itself if the worker stops taking bytes (Rule 4 of NOTE [Bounds])."""
-        Liveness(math.inf).wait(self._save.saved, lambda: self._connection.stubs(self.worker_session))
+        while not self._save.saved.wait(SLICE_S):
+            self._connection.stubs(self.worker_session)
+        self._save.saved.result()
         self._uploader.free_sent()
 
     @property

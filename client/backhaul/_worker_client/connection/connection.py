@@ -13,10 +13,12 @@ NOTE [Worker sessions]
 import logging
 import math
 import os
+import queue
 import random
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, time
 
@@ -141,7 +143,7 @@ class Connection:
         self._channel: grpc.Channel | None = None
         self._stubs: Stubs
         self._memory: TrainerSharedMemory | None = None
-        self._wake = threading.Event()
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()  # wake the keeper: NOTE [Interrupts]
         self._keeper = threading.Thread(target=self._keep, name="backhaul-keeper", daemon=True)
 
     def open(self, timeout_s: float, *, strict: bool = False) -> None:
@@ -194,7 +196,7 @@ class Connection:
         while not self._closed and monotonic() < deadline:
             if (self._up and self._session_count > count) or isinstance(self._last_error, ConnectError):
                 return
-            self._wake.set()  # without the back-off
+            self._wakes.put(None)  # without the back-off
             sleep(_RESTART_POLL_S)
 
     def why_unanswered(self, timeout_s: float) -> BackhaulError:
@@ -277,7 +279,7 @@ class Connection:
         """Notes that a call failed: the connection counts as down until the keeper thread has checked it."""
         if self._worker_session is worker_session and error.status not in _HARMLESS:
             self._down(error.message)
-            self._wake.set()
+            self._wakes.put(None)
 
     def recovered(self, worker_session: WorkerSession) -> bool:
         """Returns whether a worker session continues after `trouble`.
@@ -290,7 +292,7 @@ class Connection:
             self._ask(worker_session, RECOVERY_S)
         except BackhaulError as error:
             self._down(error.message)
-            self._wake.set()
+            self._wakes.put(None)
             return False
         self._up = True
         return True
@@ -320,7 +322,7 @@ class Connection:
     def close(self) -> None:
         """Closes the worker session and ends the threads. Does not wait for an unreachable worker."""
         self._closed = True
-        self._wake.set()
+        self._wakes.put(None)
         worker_session, up = self._worker_session, self._up
         self._worker_session, self._up, self._why_down = None, False, "the session is closed"
         if worker_session is not None and up:
@@ -478,11 +480,10 @@ class Connection:
         while not self._closed:
             worker_session, was_up = self._worker_session, self._up
             if was_up and worker_session is not None:
-                self._wake.wait(min(KEEP_INTERVAL_S, worker_session.lease_s / 4))
+                self._sleep(min(KEEP_INTERVAL_S, worker_session.lease_s / 4))
             else:
-                self._wake.wait(backoff_s * random.uniform(0.5, 1.0))
+                self._sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
-            self._wake.clear()
             if self._closed:
                 return
             try:
@@ -499,6 +500,13 @@ class Connection:
             except Exception as error:  # a bug of ours, or a system without free processes or files
                 logger.exception("The connection to %s could not be maintained.", self.name, extra=about(self.run))
                 self._down(f"{type(error).__name__}: {error}")
+
+    def _sleep(self, longest_s: float) -> None:
+        """Sleeps until the keeper is woken, and takes all wake-ups."""
+        with suppress(queue.Empty):
+            self._wakes.get(timeout=longest_s)
+            while True:
+                self._wakes.get_nowait()
 
     @only_in("backhaul-keeper")
     def _look(self, worker_session: WorkerSession | None) -> None:

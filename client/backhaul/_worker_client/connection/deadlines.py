@@ -16,13 +16,12 @@ NOTE [Bounds]
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from time import monotonic
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from backhaul_runtime.errors import WorkerLostError
+from backhaul_runtime.process.latch import Latch
 
 T = TypeVar("T")
 SLICE_S = 0.1
@@ -45,14 +44,17 @@ class Liveness:
         """Notes a sign of life: a message arrived, or gRPC took one of ours. Any thread may call it."""
         self._signs += 1
 
-    def wait(self, future: "Future[T]", check: Callable[[], object] = lambda: None) -> T:
-        """Returns the result of a future. Raises WorkerLostError after too much silence, and any error of `check`."""
+    def wait(self, future: Any, check: Callable[[], object] = lambda: None) -> Any:
+        """Returns the result of one of gRPC's futures.
+
+        Raises WorkerLostError after too much silence, and any error of `check`.
+        """
         if future.done():
             return future.result()
-        done = threading.Event()
+        done = Latch()
         future.add_done_callback(lambda _: done.set())
         seen, silent = self._signs, 0.0
-        while not done.is_set():
+        while not done.is_set:
             before = monotonic()
             if done.wait(SLICE_S):
                 break

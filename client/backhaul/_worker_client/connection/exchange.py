@@ -69,7 +69,13 @@ class PendingAnswer:
         self._silence_s = silence_s
         self.number = 0
         self.sent_bytes = sent_bytes
-        self._room = threading.Semaphore(most_waiting) if most_waiting else None
+        self._room: queue.SimpleQueue[None] | None = (
+            None  # has an item for each message that may come: NOTE [Interrupts]
+        )
+        if most_waiting:
+            self._room = queue.SimpleQueue()
+            for _ in range(most_waiting):
+                self._room.put(None)
         self._is_closed = False
         self._messages: queue.SimpleQueue[AnswerMessage | BackhaulError] = queue.SimpleQueue()
 
@@ -94,7 +100,7 @@ class PendingAnswer:
                 if isinstance(message, BackhaulError):
                     raise message
                 if self._room is not None:
-                    self._room.release()
+                    self._room.put(None)
                 if message.message.WhichOneof("answer") == "error":
                     raise decoded_error(message.message.error)
                 return message
@@ -114,9 +120,13 @@ class PendingAnswer:
 
     def deliver(self, message: AnswerMessage) -> None:
         """Hands a message to the thread that waits, once there is room for it. Called by the reading thread."""
-        while self._room is not None and not self._room.acquire(timeout=SLICE_S):
-            if self._is_closed:
-                return
+        while self._room is not None:
+            try:
+                self._room.get(timeout=SLICE_S)
+                break
+            except queue.Empty:
+                if self._is_closed:
+                    return
         self._messages.put(message)
 
     def fail(self, error: BackhaulError) -> None:

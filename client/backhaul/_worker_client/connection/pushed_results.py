@@ -14,8 +14,10 @@ NOTE [Pushes]
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from time import monotonic
 
 from backhaul_proto.v1 import segment_pb2
+from backhaul_runtime.process.latch import Latch
 from backhaul_runtime.wire.protocol import MOST_PUSHED, PUSHED_BYTES
 from backhaul_runtime.wire.splicing import TensorMessage
 
@@ -32,7 +34,8 @@ class PushedResults:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # guards all fields; notified when results arrive or the stream ends
+        self._lock = threading.Lock()  # guards all fields
+        self._changed = Latch()  # set when results arrive next or the stream ends: NOTE [Interrupts]
         self._results: OrderedDict[int, Pushed] = OrderedDict()
         self._expected: frozenset[int] = frozenset()
         self._has_ended = False
@@ -40,9 +43,9 @@ class PushedResults:
 
     def take(self, segment: int, start: segment_pb2.Start) -> Pushed | None:
         """Returns the pushed result of a segment's backward from a start; None if there is none (Rules 1 and 3)."""
-        with self._changed:
-            if segment in self._expected:
-                self._changed.wait_for(lambda: segment in self._results or self._has_ended, PATIENCE_S)
+        if segment in self._expected:
+            self._wait_for(segment)
+        with self._lock:
             if segment not in self._results:
                 if self._is_full():
                     self._drop()
@@ -56,13 +59,13 @@ class PushedResults:
 
     def expect(self, segments: Iterable[int]) -> None:
         """Notes the segments that the worker continues with, as a requested result named them."""
-        with self._changed:
+        with self._lock:
             if not self._results.keys() & (expected := frozenset(segments)):
                 self._expected = expected
 
     def arrived(self, pushed: Iterable[Pushed]) -> None:
         """Holds results that were pushed. If a worker pushes far more than it may, what it pushed before is dropped."""
-        with self._changed:
+        with self._lock:
             for result in pushed:
                 if self._is_full(times=2):
                     self._drop()
@@ -70,14 +73,25 @@ class PushedResults:
                 self.taken += segment in self._results  # the later one takes its place
                 self._results[segment] = result
                 self._expected = frozenset(result.message.backward.goes_on)
-            self._changed.notify_all()
+            changed, self._changed = self._changed, Latch()
+        changed.set()
 
     def end(self) -> None:
         """Drops all results: nothing more arrives."""
-        with self._changed:
+        with self._lock:
             self._has_ended = True
             self._drop()
-            self._changed.notify_all()
+        self._changed.set()
+
+    def _wait_for(self, segment: int) -> None:
+        """Waits for the result of a segment or the end of the stream, for PATIENCE_S at most."""
+        until_s = monotonic() + PATIENCE_S
+        while (left_s := until_s - monotonic()) > 0:
+            with self._lock:
+                if segment in self._results or self._has_ended:
+                    return
+                changed = self._changed
+            changed.wait(left_s)
 
     def _is_full(self, times: int = 1) -> bool:
         held_bytes = sum(pushed.size_bytes for pushed in self._results.values())

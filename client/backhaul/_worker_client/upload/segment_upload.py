@@ -1,7 +1,6 @@
 """A segment on its way to a worker, and the tensors that it names."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.upload.backward_chains import Predecessor
 from backhaul_runtime.errors import WorkerLostError
 from backhaul_runtime.process.death_queue import DeathNotice
+from backhaul_runtime.process.latch import Promise
 from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.tensors.staging import DeviceMoment
@@ -88,5 +88,5 @@ class SegmentUpload:
     is_predicted: bool = False
     superseded: Callable[[], Sequence[bytes]] = tuple
     made: Sequence[DeviceMoment] = ()
-    saved: "Future[None]" = field(default_factory=Future)
+    saved: Promise[None] = field(default_factory=Promise)
     owner: DeathNotice | None = None

@@ -32,6 +32,7 @@ from backhaul._worker_client.upload.tensor_sender import TensorSender
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, TransferError, WorkerLostError, log_once
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
+from backhaul_runtime.process.latch import Latch
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 
@@ -92,7 +93,8 @@ class Uploader:
         self._endings = DeathQueue(self._queue.put)
         self._waiting: set[SegmentUpload] = set()  # the segments with copies
         self._sent: queue.SimpleQueue[Sequence[SourceTensor]] = queue.SimpleQueue()
-        self._room = threading.Condition()  # guards `_waiting`; notified when a segment leaves it
+        self._lock = threading.Lock()  # guards `_waiting` and `_room`
+        self._room = Latch()  # set when the next segment leaves `_waiting`: NOTE [Interrupts]
         self._thread = threading.Thread(target=self._serve, name="backhaul-upload", daemon=True)
         self._thread.start()
 
@@ -104,11 +106,14 @@ class Uploader:
     def save(self, save: SegmentUpload) -> None:
         """Queues a segment. Blocks while the queue is full and the worker is up."""
         self.free_sent()
-        with self._room:
-            while save.queued_bytes and self._is_full(save):
-                if self._connection.up is not save.worker_session:
-                    break
-                self._room.wait(SLICE_S)
+        while (room := self._full(save)) is not None:
+            room.wait(SLICE_S)
+
+    def _full(self, save: SegmentUpload) -> Latch | None:
+        """Queues a segment. While the queue is full and the worker is up, returns what is set when one leaves it."""
+        with self._lock:
+            if save.queued_bytes and self._is_full(save) and self._connection.up is save.worker_session:
+                return self._room
             try:
                 if save.queued_bytes:
                     self._waiting.add(save)
@@ -116,6 +121,7 @@ class Uploader:
             except BaseException:  # Ctrl-C, also after the segment was queued
                 self._waiting.discard(save)
                 raise
+        return None
 
     def _is_full(self, save: SegmentUpload) -> bool:
         if len(self._waiting) < ALWAYS_INFLIGHT:
@@ -183,8 +189,8 @@ class Uploader:
                     item()
             except Exception as error:  # a bug of ours must not end the thread that forward waits for
                 log_once(error)
-                if isinstance(item, SegmentUpload) and not item.saved.done():  # it causes a fallback instead
-                    item.saved.set_exception(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
+                if isinstance(item, SegmentUpload) and not item.saved.is_done:  # it causes a fallback instead
+                    item.saved.set_error(WorkerLostError(f"sending failed: {type(error).__name__}: {error}"))
             finally:
                 if isinstance(item, SegmentUpload):
                     self._leave(item)
@@ -203,17 +209,18 @@ class Uploader:
         except BackhaulError as error:
             if isinstance(error, WorkerLostError):
                 self._connection.trouble(save.worker_session, error)
-            error.__traceback__ = None  # the traceback leads to tensors, and the future keeps the error
-            save.saved.set_exception(error)
+            error.__traceback__ = None  # the traceback leads to tensors, and the promise keeps the error
+            save.saved.set_error(error)
 
     def _leave(self, save: SegmentUpload) -> None:
         """Makes room in the queue. Whatever happened to the segment, or forward would block for ever."""
         if save.is_predicted:  # the copies of a predicted segment are not used for recomputation
             self._sent.put(save.sources)
             save.sources = ()
-        with self._room:
+        with self._lock:
             self._waiting.discard(save)
-            self._room.notify_all()
+            room, self._room = self._room, Latch()
+        room.set()
 
     @only_in("backhaul-upload")
     def _release(self, releases: Sequence[_Release]) -> list[_Release]:
