@@ -90,7 +90,8 @@ class Session:
         self._blocks = itertools.count(1)
         self._shares = {local: Shares(config.held_bytes) for local in LOCALS}
         self._unmeasured: tuple[Shares, EndedBlock] | None = None  # the last block, while its device is at work
-        self._block_lock = threading.Lock()  # held while a block is open
+        self._block_lock = threading.Lock()  # guards the field below
+        self._block: tuple[int, AccumulationBlock] | None = None  # the open block, after the thread that opened it
         self.copies = Copies(self._fetch)
         self._closed = False
         self._embedded: EmbeddedWorker | None = None
@@ -346,12 +347,19 @@ class Session:
     @contextmanager
     def _only_block(self, block: AccumulationBlock) -> Iterator[None]:
         """Refuses a second block, because a worker has one set of sums for each session."""
-        if not self._block_lock.acquire(blocking=False):
-            raise AccumulationError(f"{block.name} can't be opened: another thread has a block of this session open")
+        this = threading.get_ident(), block
         try:
+            with self._block_lock:
+                # The guards know of no block of this thread. If one is still noted here, Ctrl-C has ended it.
+                if self._block is not None and self._block[0] != this[0]:
+                    raise AccumulationError(
+                        f"{block.name} can't be opened: another thread has a block of this session open"
+                    )
+                self._block = this
             yield
         finally:
-            self._block_lock.release()
+            if self._block is this:
+                self._block = None
 
     @property
     def closed(self) -> bool:

@@ -32,7 +32,7 @@ def nothing_stays_replaced() -> Iterator[None]:
     """Whatever a training replaced is restored, however it ended."""
     yield
     assert torch.autograd.backward is BACKWARD
-    assert guards._blocks == {}
+    assert guards._guards._blocks == {}
 
 
 class Spy(Trainer):

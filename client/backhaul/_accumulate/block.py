@@ -77,6 +77,7 @@ class AccumulationBlock:
         held_bytes: The most bytes of gradients that may be held back; 0 for any number.
 
     Attributes:
+        is_open: Whether the block has not ended.
         micro_batches: The number of micro-batches so far.
         hooked: Nodes of tensors on which a hook was registered since the last `backward`.
         is_working: Whether autograd works for the block now.
@@ -114,7 +115,7 @@ class AccumulationBlock:
         self._device = torch.device("cpu")  # of its loss
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
-        self._is_open = True
+        self.is_open = True
         self.is_working = self.is_deferring = self.ends_in_closure = self._has_failed = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
@@ -316,7 +317,7 @@ class AccumulationBlock:
             if not is_failed:
                 self.flush()
         finally:
-            self._is_open = False
+            self.is_open = False
             self._reductions.abandon()
             self._runs.end()
             self._fixed.forget()
@@ -325,7 +326,7 @@ class AccumulationBlock:
             self._gradients.drop()
 
     def _check_use(self) -> None:
-        if not self._is_open:
+        if not self.is_open:
             raise AccumulationError(f"{self.name} has ended: call backward() inside it")
         if (os.getpid(), threading.get_ident()) != self._thread:
             raise AccumulationError(f"{self.name} belongs to another thread or process: open a block in each")

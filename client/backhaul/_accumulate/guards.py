@@ -7,6 +7,8 @@ NOTE [Guards]
    DistributedDataParallel. They concern the block of the calling thread, and behave as always in other threads.
 2. A hook that torch runs before the steps of all optimizers sees those of the block's parameters.
 3. Code that reads `.grad` itself cannot be detected. It sees what was there before the block.
+4. A block counts as open only once all of these are replaced. Until then, and after Ctrl-C has cut the replacing or the
+   restoring short, a replaced name behaves as always, and the next block that opens or ends restores it.
 """
 
 import functools
@@ -19,6 +21,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul_runtime.errors import AccumulationError
@@ -30,43 +33,70 @@ _TOO_EARLY = "{what} inside {block}, whose gradients are complete only when it e
 
 
 class _Guards:
-    """The replaced names. They are replaced while a block is open in any thread."""
+    """The replaced names, and the open blocks for which they are replaced.
+
+    Ctrl-C may end each method at any line (Rule 4).
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards the count of open blocks, and the replaced names
-        self._count = 0
-        self._undo: list[Callable[[], None]] = []
+        self._lock = threading.Lock()  # guards all fields
+        self._replaced: list[tuple[Any, str, Any, Any]] = []  # the owner and its attribute, what was there, the guard
+        self._step_hooks: list[RemovableHandle] = []
+        self._blocks: dict[int, AccumulationBlock] = {}  # by the thread that opened it; another may end a generator
 
-    def enter(self) -> None:
+    def enter(self, thread: int, block: AccumulationBlock) -> None:
+        """Makes a block the one of a thread, once all names are replaced."""
         with self._lock:
-            self._count += 1
-            if self._count > 1:
-                return
-            self._replace(torch.autograd, "backward", _finishing_first)
-            for cell in clipping_cells():
-                self._replace(cell, "cell_contents", _refusing("clipping gradients"))
-            self._replace(torch.amp.GradScaler, "unscale_", _refusing("GradScaler.unscale_()"))
-            self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
-            for name in ("register_hook", "retain_grad"):
-                self._replace(torch.Tensor, name, _noting_the_node)
-            self._replace(DistributedDataParallel, PRE_FORWARD, _noting_the_reduction)
-            self._undo.append(register_optimizer_step_pre_hook(_check_step).remove)
+            if not self._blocks:
+                self._restore_all()  # what Ctrl-C has left of another `enter` or `leave`
+                self._replace_all()
+            self._blocks[thread] = block
 
-    def leave(self) -> None:
+    def leave(self, thread: int, block: AccumulationBlock) -> None:
+        """Ends what `enter` did, if it has done anything."""
         with self._lock:
-            self._count -= 1
-            while not self._count and self._undo:
-                self._undo.pop()()
+            if self._blocks.get(thread) is block:
+                del self._blocks[thread]
+            if not self._blocks:
+                self._restore_all()
+
+    def block_of(self, thread: int) -> AccumulationBlock | None:
+        """Returns the open block of a thread. It takes no lock, because guards call it."""
+        block = self._blocks.get(thread)
+        return block if block is not None and block.is_open else None  # Ctrl-C may have kept it from leaving
+
+    def _replace_all(self) -> None:
+        self._replace(torch.autograd, "backward", _finishing_first)
+        for cell in clipping_cells():
+            self._replace(cell, "cell_contents", _refusing("clipping gradients"))
+        self._replace(torch.amp.GradScaler, "unscale_", _refusing("GradScaler.unscale_()"))
+        self._replace(torch.amp.GradScaler, "step", _refusing("GradScaler.step()"))
+        for name in ("register_hook", "retain_grad"):
+            self._replace(torch.Tensor, name, _noting_the_node)
+        self._replace(DistributedDataParallel, PRE_FORWARD, _noting_the_reduction)
+        self._step_hooks.append(register_optimizer_step_pre_hook(_check_step))
 
     def _replace(self, owner: Any, name: str, guarded: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         own = getattr(owner, name)
-        setattr(owner, name, guarded(own))
-        self._undo.append(lambda: setattr(owner, name, own))
+        guard = guarded(own)
+        self._replaced.append((owner, name, own, guard))  # first, so that Ctrl-C leaves no guard that nobody knows
+        setattr(owner, name, guard)
+
+    def _restore_all(self) -> None:
+        """Restores what is replaced. It may run again after Ctrl-C, and meanwhile others may have replaced names."""
+        while self._step_hooks:
+            self._step_hooks[-1].remove()
+            self._step_hooks.pop()
+        while self._replaced:
+            owner, name, own, guard = self._replaced[-1]
+            if getattr(owner, name) is guard:
+                setattr(owner, name, own)
+            self._replaced.pop()
 
 
 def _present() -> AccumulationBlock | None:
     """Returns the open block of the calling thread."""
-    return _blocks.get(threading.get_ident())
+    return _guards.block_of(threading.get_ident())
 
 
 def _finishing_first(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,7 +179,6 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 _guards = _Guards()
-_blocks: dict[int, AccumulationBlock] = {}  # by the thread that opened it; another one may end a generator
 
 
 @contextmanager
@@ -162,10 +191,8 @@ def open_block(block: AccumulationBlock) -> Iterator[None]:
     outer, thread = _present(), threading.get_ident()
     if outer is not None:
         raise AccumulationError(f"{outer.name} is open in this thread already: blocks can't be nested")
-    _guards.enter()
-    _blocks[thread] = block
     try:
+        _guards.enter(thread, block)
         yield
     finally:
-        del _blocks[thread]
-        _guards.leave()
+        _guards.leave(thread, block)

@@ -366,13 +366,13 @@ class Dispatcher:
             fixed: Where digests of parameters are noted, which must not change meanwhile.
             keeps_share: Whether the trainer keeps the activations of these segments instead of recomputing them.
         """
-        with self._lock:
-            self._is_accumulating, self._keeps_share = True, keeps_share
-            self._fixed = threading.get_ident(), fixed
-            self._kept = 0  # a forward of the block before may have failed
-            self._placement.begin_block(trainers_share)
-            self._speeds = speeds
         try:
+            with self._lock:
+                self._is_accumulating, self._keeps_share = True, keeps_share
+                self._fixed = threading.get_ident(), fixed
+                self._kept = 0  # a forward of the block before may have failed
+                self._placement.begin_block(trainers_share)
+                self._speeds = speeds
             yield
         finally:
             with self._lock:
