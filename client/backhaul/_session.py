@@ -321,7 +321,7 @@ class Session:
         )
         trainers_share = 0 if self.config.strict else shares.trainers_share()
         accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, fixed, keeps_share=local == "keep")
-        with guards.open_block(block), self._only_block(block), accumulating:
+        with block.all_or_nothing(), guards.open_block(block), self._only_block(block), accumulating:
             stopwatch = Stopwatch(device_of_work(()))
             try:
                 yield block

@@ -58,16 +58,16 @@ UNSAFE = {
 
 def unsafe(module: ast.Module) -> set[str]:
     """What a module uses or imports of `UNSAFE`."""
-    found = set()
+    unsafe_names = set()
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and (names := UNSAFE.get(ast.unparse(node.value))):
-            found |= {node.attr} & names
+            unsafe_names |= {node.attr} & names
         if isinstance(node, ast.ImportFrom) and node.module in UNSAFE:
             imported = {alias.name for alias in node.names}
-            found |= imported & (UNSAFE[node.module] or imported)
+            unsafe_names |= imported & (UNSAFE[node.module] or imported)
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names if alias.name.startswith("concurrent")}
-    return found
+            unsafe_names |= {alias.name for alias in node.names if alias.name.startswith("concurrent")}
+    return unsafe_names
 
 
 def test_a_lock_whose_exit_is_python_is_found() -> None:
@@ -77,9 +77,9 @@ def test_a_lock_whose_exit_is_python_is_found() -> None:
 
 
 def test_no_training_thread_takes_a_lock_whose_exit_is_python() -> None:
-    found = {
+    offenders = {
         path: names
         for path, module in MODULES.items()
         if path.startswith(("client/", "runtime/")) and (names := unsafe(module))
     }
-    assert found == {}
+    assert offenders == {}

@@ -12,13 +12,15 @@ NOTE [Deferred]
    fetches them after its last run. If they are lost, the trainer computes them again, from the gradient with which each
    run began.
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
+6. What follows the delivery reports and cleans up. If it fails, that is logged: an exception would make the caller run
+   the block again, which adds the gradients twice. Ctrl-C is raised there, with a note that says so.
 """
 
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -48,7 +50,7 @@ from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_runs import RemoteRuns
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import Helper, SegmentLog
-from backhaul_runtime.errors import AccumulationError, BackhaulError
+from backhaul_runtime.errors import AccumulationError, BackhaulError, log_once
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors.durations import Duration
@@ -116,7 +118,8 @@ class AccumulationBlock:
         self._open: list[MicroBatch] = []
         self._finished: list[MicroBatch] = []  # those of which a worker keeps gradients
         self.is_open = True
-        self.is_working = self.is_deferring = self.ends_in_closure = self._has_failed = False
+        self.is_working = self.is_deferring = self.ends_in_closure = False
+        self._has_failed = self._has_delivered = False
         self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self._times = BlockTimes()
@@ -297,6 +300,7 @@ class AccumulationBlock:
             self._collect()
             self._check_unchanged(self._fixed.changed())
             self._gradients.deliver(self._reductions, self._fixed.changed)
+            self._has_delivered = True  # nothing between these two lines lets Ctrl-C in
             self._fixed.forget()  # an optimizer may step now, if a plain backward completes the gradients
             self._reductions.end(leaves_of(outputs))
 
@@ -313,17 +317,30 @@ class AccumulationBlock:
 
     def close(self, *, is_failed: bool) -> None:
         """Ends the block: delivers all gradients, or drops everything if the block has failed."""
+        self._has_delivered = False  # a plain backward in the block may have delivered
         try:
             if not is_failed:
                 self.flush()
         finally:
             self.is_open = False
-            self._reductions.abandon()
-            self._runs.end()
-            self._fixed.forget()
-            self._open.clear()
-            self._finished.clear()
-            self._gradients.drop()
+            with ExitStack() as cleanup:  # calls all of these, the last one first, even if one fails
+                for drop in (self._gradients.drop, self._finished.clear, self._open.clear, self._fixed.end):
+                    cleanup.callback(drop)
+                cleanup.callback(self._runs.end)
+                cleanup.callback(self._reductions.abandon)
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Lets no exception leave a block that has delivered its gradients when it was closed (Rule 6)."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._has_delivered:
+                raise
+            if not isinstance(error, Exception):
+                error.add_note(f"The gradients of {self.name} have reached .grad: do not run the block again.")
+                raise
+            log_once(error, f"The gradients of {self.name} are complete. Please report it.")
 
     def _check_use(self) -> None:
         if not self.is_open:

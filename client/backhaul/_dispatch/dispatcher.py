@@ -145,8 +145,11 @@ class Dispatcher:
     @property
     def fixed(self) -> FixedDigests | None:
         """Digests of parameters, while the calling thread has a block open in which they must not change; else None."""
-        thread, fixed = self._fixed or (0, None)
-        return fixed if thread == threading.get_ident() else None
+        if self._fixed is None:
+            return None
+        thread, fixed = self._fixed
+        # Ctrl-C may have kept those of a block that has ended.
+        return fixed if thread == threading.get_ident() and not fixed.has_ended else None
 
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends the inputs of a call that begins now, if its program can be predicted.

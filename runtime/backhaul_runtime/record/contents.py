@@ -14,9 +14,14 @@ from backhaul_runtime.torch_internals.storages import storage_key
 
 
 class FixedDigests:
-    """Digests of parameters that must not change for some time. One thread uses it."""
+    """Digests of parameters that must not change for some time. One thread uses it.
+
+    Attributes:
+        has_ended: Whether that time is over, so that no more digests may be noted.
+    """
 
     def __init__(self) -> None:
+        self.has_ended = False
         # With each a reference to its storage, which prevents that torch uses the storage's address again.
         self._digests: dict[tuple[Any, ...], tuple[Digest, weakref.ref[Tensor], StorageWeakRef]] = {}
         self._keys: dict[int, tuple[Any, ...]] = {}  # of each parameter, by its id
@@ -57,6 +62,11 @@ class FixedDigests:
         """Forgets all digests, because parameters may change from here on."""
         self._digests.clear()
         self._keys.clear()
+
+    def end(self) -> None:
+        """Forgets all digests for good."""
+        self.has_ended = True
+        self.forget()
 
 
 def _present(parameter: Tensor, key: tuple[Any, ...], contents: ContentDigests) -> Digest | None:
