@@ -133,6 +133,6 @@ def test_no_tensor_of_a_recomputation_on_the_trainer_stays(end: str) -> None:
             loss.backward()
         del x, loss
         gc.collect()
-        return sum(isinstance(one, Tensor) for one in gc.get_objects())
+        return sum(issubclass(type(one), Tensor) for one in gc.get_objects())  # `isinstance` runs their code
 
     assert tensors_after(2) == tensors_after(3)
