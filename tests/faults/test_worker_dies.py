@@ -17,7 +17,7 @@ import backhaul
 from backhaul import Session
 from backhaul._backward import lineage
 from backhaul._backward.local_recompute import outputs_here
-from conftest import QUIET, quiet, settle, wait_until
+from conftest import QUIET, QUIET_S, quiet, settle, wait_until
 from integration.test_discovery import Training
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
@@ -217,6 +217,7 @@ def test_stopped(moment: str, returns: str) -> None:
         try:
             train_through(session, returns, moment, lambda: os.kill(worker.pid, signal.SIGSTOP))
         finally:
+            session._workers[0].connection.silence_s = QUIET_S  # from here on a busy machine may be silent
             os.kill(worker.pid, signal.SIGCONT)
         assert session.report().fallbacks >= LAYERS  # what came ahead of the stop was not lost
         wait_until(lambda: session._workers[0].connection.up is not None, "the worker is back")
