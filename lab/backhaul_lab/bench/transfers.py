@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backhaul import Session, Settings
 from backhaul_lab.bench.bare import TENSOR_BYTES, BareGrpc, BareTcp
@@ -59,27 +59,28 @@ def there_and_back(
 
     Args:
         session: The session with the worker.
-        tensors: Tensors that require gradients.
+        tensors: Tensors whose memory is used, and overwritten.
         cores: Cores whose processes become idle between the phases, so that none slows another; none to go on at once.
         repeats: How often that is done.
     """
+    weights = nn.ParameterList(tensors)  # what a function captures in a list is not predicted, in a module it is
 
     def scaled() -> Tensor:
         if cores:
             settle(cores)  # The predicted upload ends before forward begins.
-        return torch.stack([(x * _SCALE).sum() for x in tensors]).sum()
+        return torch.stack([(x * _SCALE).sum() for x in weights]).sum()
 
     def transfer() -> None:
         for _ in range(repeats):
             with torch.no_grad():
-                for x in tensors:
+                for x in weights:
                     x.add_(1.0)  # New contents, because the worker already stores the old ones.
                     x.grad = None
             y: Tensor = session.checkpoint(scaled)
             if cores:
                 settle(cores)
             y.backward()  # type: ignore[no-untyped-call]
-            compare_gradients("the transfer", [x.grad for x in tensors], [torch.full_like(x, 2.0) for x in tensors])
+            compare_gradients("the transfer", [x.grad for x in weights], [torch.full_like(x, 2.0) for x in weights])
 
     return transfer
 
