@@ -16,7 +16,7 @@ from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Composite, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.torch_internals import ambient_state
-from support import function_settings, function_state
+from support import function_objects, function_settings, function_state, function_values
 from support.bits import plainly, same_bits
 from support.function_calls import WIDTH, checkpointing, trained
 from support.loopback import Loopback
@@ -25,7 +25,7 @@ from support.loopback import Loopback
 @pytest.fixture
 def remote() -> Iterator[Loopback]:
     """A worker without a wire whose operator allows the functions of the tests."""
-    loopback = Loopback(allow=["support.function_state"])
+    loopback = Loopback(allow=["support.function_state", "support.function_values", "support.function_objects"])
     names.denied.clear()
     yield loopback
     names.denied.clear()
@@ -37,7 +37,7 @@ def remote() -> Iterator[Loopback]:
     [
         (("Scales", tuple, tuple), "the name 'Scales': write the class as"),
         (("two words:Scales", tuple, tuple), "write the class as"),
-        ((function_state.Slotted, tuple, tuple), "write the class as"),
+        ((function_objects.Slotted, tuple, tuple), "write the class as"),
         (("some:Class", None, tuple), "needs functions, not None"),
         (("some:Class", tuple, "build"), "needs functions"),
     ],
@@ -58,16 +58,14 @@ def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) 
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
+    ("function", "reason"),
     [
-        ("NoisyInFork", "draws random numbers"),
-        ("Noting", "not its own"),
-        ("ByCache", "not compared with the trainer's"),
+        (function_state.NoisyInFork, "draws random numbers"),
+        (function_state.Noting, "not its own"),
+        (function_values.ByCache, "not compared with the trainer's"),
     ],
 )
-def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: str, remote: Loopback) -> None:
-    function = getattr(function_state, name)
-
+def test_what_a_backward_does_to_others_stays_on_the_trainer(function: Any, reason: str, remote: Loopback) -> None:
     def noted(checkpoint: Any) -> list[Tensor | None]:
         function_state.TOTAL.zero_()
         results = trained(lambda h, w: function.apply(h.sin() * w).cos(), checkpoint)
@@ -81,7 +79,7 @@ def test_what_a_backward_does_to_others_stays_on_the_trainer(name: str, reason: 
 
 @pytest.mark.parametrize("name", ["ByTensor", "ByTuple", "ByTensorOfClass", "ByConstants", "ByComparing"])
 def test_a_backward_may_use_what_its_forward_made_and_what_is_compared(name: str, remote: Loopback) -> None:
-    function = getattr(function_state, name)
+    function = getattr(function_values, name)
     body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
@@ -91,11 +89,11 @@ def test_a_backward_may_use_what_its_forward_made_and_what_is_compared(name: str
 @pytest.mark.parametrize(
     ("name", "holder", "attribute", "value"),
     [
-        ("ByTable", function_state, "SLOPE", 0.125),
-        ("ByObject", function_state, "SLOPE", 0.125),
-        ("ByPartial", function_state, "SLOPE", 0.125),
+        ("ByTable", function_values, "SLOPE", 0.125),
+        ("ByObject", function_values, "SLOPE", 0.125),
+        ("ByPartial", function_values, "SLOPE", 0.125),
         ("ByImport", function_settings, "THRESHOLD", 0.125),
-        ("ByArray", function_state, "ARRAY", function_state.ARRAY / 2),
+        ("ByArray", function_values, "ARRAY", function_values.ARRAY / 2),
         ("ByNested", function_settings.SETTINGS.inner, "slope", 0.125),
     ],
 )
@@ -104,7 +102,7 @@ def test_what_a_backward_reads_in_other_ways_is_compared(
 ) -> None:
     """The worker here is the same process, so what it offered is from before the change."""
     monkeypatch.setattr(holder, attribute, value)
-    function = getattr(function_state, name)
+    function = getattr(function_values, name)
     body = lambda h, w: function.apply(h.sin() * w).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
     (segment,) = remote.report().segments
@@ -114,12 +112,12 @@ def test_what_a_backward_reads_in_other_ways_is_compared(
 @pytest.mark.parametrize(
     ("value", "travels"),
     [
-        (function_state.Slotted(2.0), True),
-        (function_state.Both(1.0, 2.0), False),  # it may change before backward
-        (function_state.Converting(2.0), True),
-        (function_state.Flags.FIRST, True),
-        (function_state.Flags.FIRST | function_state.Flags.SECOND, False),
-        (function_state.Items(number=2.0), False),
+        (function_objects.Slotted(2.0), True),
+        (function_objects.Both(1.0, 2.0), False),  # it may change before backward
+        (function_objects.Converting(2.0), True),
+        (function_objects.Flags.FIRST, True),
+        (function_objects.Flags.FIRST | function_objects.Flags.SECOND, False),
+        (function_objects.Items(number=2.0), False),
         (2**63 - 1, True),
         (2**63, False),
         ("\ud800", False),
@@ -128,7 +126,7 @@ def test_what_a_backward_reads_in_other_ways_is_compared(
 )
 def test_any_object_is_an_argument(value: Any, travels: bool, remote: Loopback) -> None:
     """Objects that no program can hold keep the segment on the trainer; they raise no error."""
-    body = lambda h, w: function_state.Taking.apply(h.sin() * w, value).cos()  # noqa: E731
+    body = lambda h, w: function_objects.Taking.apply(h.sin() * w, value).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert (Decision.GRADIENTS in segment.decisions) is travels, segment
@@ -139,7 +137,7 @@ def test_an_argument_that_changes_before_backward_is_read_as_it_is_then(returns:
     def case(checkpoint: Any) -> list[Tensor | None]:
         options = {"factor": 2.0}
         x, w = torch.arange(4.0).requires_grad_(), torch.ones(4, requires_grad=True)
-        y = checkpoint(lambda h: function_state.Powers.apply(h * w, options).cos(), x)
+        y = checkpoint(lambda h: function_objects.Powers.apply(h * w, options).cos(), x)
         options["factor"] = 5.0
         y.sum().backward()
         return [y, x.grad, w.grad]
@@ -151,8 +149,8 @@ def test_an_argument_that_changes_before_backward_is_read_as_it_is_then(returns:
 
 def test_functions_that_share_a_name_stay_on_the_trainer(remote: Loopback) -> None:
     def body(h: Tensor, w: Tensor) -> Tensor:
-        halved: Tensor = function_state.HALVING.apply(h.sin() * w)
-        tripled: Tensor = function_state.TRIPLING.apply(halved.cos())
+        halved: Tensor = function_values.HALVING.apply(h.sin() * w)
+        tripled: Tensor = function_values.TRIPLING.apply(halved.cos())
         return tripled.sin()
 
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
@@ -285,8 +283,8 @@ def test_memory_behind_a_view_on_a_context_is_as_in_forward(remote: Loopback) ->
 
 def test_one_object_for_two_arguments(remote: Loopback) -> None:
     """A replay builds two objects from the parts of one."""
-    slotted = function_state.Slotted(2.0)
-    body = lambda h, w: function_state.TakingTwo.apply(h.sin() * w, slotted, slotted).cos()  # noqa: E731
+    slotted = function_objects.Slotted(2.0)
+    body = lambda h, w: function_objects.TakingTwo.apply(h.sin() * w, slotted, slotted).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote, returns="gradients")), trained(body, plainly))
     (segment,) = remote.report().segments
     assert segment.decisions == {Decision.GRADIENTS: 2}
@@ -323,9 +321,9 @@ def test_what_someone_else_holds_beside_a_context_keeps_its_graph(name: str, rem
 
 def test_a_list_in_a_named_tuple_may_change_before_backward(remote: Loopback) -> None:
     def case(checkpoint: Any) -> list[Tensor | None]:
-        listed = function_state.Listed([2.0])
+        listed = function_objects.Listed([2.0])
         x = torch.arange(4.0).requires_grad_()
-        y = checkpoint(lambda h: function_state.TakingListed.apply(h.sin(), listed).cos(), x)
+        y = checkpoint(lambda h: function_objects.TakingListed.apply(h.sin(), listed).cos(), x)
         listed.numbers[0] = 5.0
         y.sum().backward()
         return [y, x.grad]
@@ -353,10 +351,10 @@ def test_an_adapter_may_be_registered_while_another_thread_looks_one_up(monkeypa
 
 def test_an_attribute_of_a_tensor_may_change_before_backward(remote: Loopback) -> None:
     def case(checkpoint: Any) -> list[Tensor | None]:
-        marked = torch.ones(4).as_subclass(function_state.Marked)
+        marked = torch.ones(4).as_subclass(function_objects.Marked)
         marked.scale = 2.0
         x = torch.arange(4.0).requires_grad_()
-        y = checkpoint(lambda h: function_state.TakingMarked.apply(h.sin(), marked).cos(), x)
+        y = checkpoint(lambda h: function_objects.TakingMarked.apply(h.sin(), marked).cos(), x)
         marked.scale = 5.0
         y.sum().backward()
         return [y, x.grad]
@@ -369,9 +367,9 @@ def test_an_attribute_of_a_tensor_may_change_before_backward(remote: Loopback) -
 def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changed after forward here, as the worker without a wire has the same class."""
     x = torch.randn(4, WIDTH, requires_grad=True)
-    sloped = function_state.Sloped(4)
-    y = remote.checkpoint(lambda h: function_state.TakingSloped.apply(h.sin(), sloped), x, returns="gradients")
-    monkeypatch.setattr(function_state.Sloped, "slope", 5.0)
+    sloped = function_objects.Sloped(4)
+    y = remote.checkpoint(lambda h: function_objects.TakingSloped.apply(h.sin(), sloped), x, returns="gradients")
+    monkeypatch.setattr(function_objects.Sloped, "slope", 5.0)
     with pytest.raises(CheckpointError, match="TakingSloped"):
         y.sum().backward()
 
@@ -380,18 +378,18 @@ def test_the_class_of_an_argument_is_compared(remote: Loopback, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("ByTensor", lambda: function_state.SLOPES.data.mul_(5)),
-        ("ByTensorOfClass", lambda: function_state.ByTensorOfClass.slopes.data.mul_(5)),
-        ("ByTuple", lambda: function_state.PAIR[0].data.mul_(5)),
-        ("ByArray", lambda: function_state.ARRAY.__imul__(5)),
-        ("ByBase", lambda: setattr(function_state.Constants, "slope", 5 * function_state.Constants.slope)),
+        ("ByTensor", lambda: function_values.SLOPES.data.mul_(5)),
+        ("ByTensorOfClass", lambda: function_values.ByTensorOfClass.slopes.data.mul_(5)),
+        ("ByTuple", lambda: function_values.PAIR[0].data.mul_(5)),
+        ("ByArray", lambda: function_values.ARRAY.__imul__(5)),
+        ("ByBase", lambda: setattr(function_values.Constants, "slope", 5 * function_values.Constants.slope)),
     ],
 )
 def test_what_a_backward_reads_may_change_after_forward(
     name: str, change: Callable[[], object], returns: str, remote: Loopback
 ) -> None:
     """No version counter shows it. Without checkpointing, backward uses what is there when it runs."""
-    function = getattr(function_state, name)
+    function = getattr(function_values, name)
 
     def changed(checkpoint: Any) -> list[Tensor | None]:
         x = torch.arange(4.0).requires_grad_()
@@ -414,20 +412,20 @@ def test_a_function_that_counts_its_calls_stays_on_the_trainer(returns: str, rem
     """A replay would count again."""
 
     def counted(checkpoint: Any) -> list[Tensor | None]:
-        function_state.CountingForward.calls = 0
-        body = lambda h, w: function_state.CountingForward.apply(h.sin() * w).cos()  # noqa: E731
-        return [*trained(body, checkpoint), torch.tensor(function_state.CountingForward.calls)]
+        function_values.CountingForward.calls = 0
+        body = lambda h, w: function_values.CountingForward.apply(h.sin() * w).cos()  # noqa: E731
+        return [*trained(body, checkpoint), torch.tensor(function_values.CountingForward.calls)]
 
     same_bits(counted(checkpointing(remote, returns=returns)), counted(plainly))
     (segment,) = remote.report().segments
     first, second = segment.kept
     assert "was changed by the call" in first
     assert "is another on the worker" in second
-    function_state.CountingForward.calls = 0
+    function_values.CountingForward.calls = 0
 
 
 def test_what_can_not_be_compared_keeps_a_function_on_the_trainer(remote: Loopback) -> None:
-    body = lambda h, w: function_state.BySparse.apply(h.sin() * w).cos()  # noqa: E731
+    body = lambda h, w: function_values.BySparse.apply(h.sin() * w).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
     (segment,) = remote.report().segments
     assert ["a tensor or array that can't be compared" in reason for reason in segment.kept] == [True]
@@ -435,13 +433,13 @@ def test_what_can_not_be_compared_keeps_a_function_on_the_trainer(remote: Loopba
 
 def test_a_context_may_hold_only_so_many_values(remote: Loopback) -> None:
     """The trainer runs such a call, and a worker that is sent one answers with an error of its own."""
-    listed = function_state.Listed([0.5] * 20_001)
-    body = lambda h, w: function_state.TakingListed.apply(h.sin() * w, listed).cos()  # noqa: E731
+    listed = function_objects.Listed([0.5] * 20_001)
+    body = lambda h, w: function_objects.TakingListed.apply(h.sin() * w, listed).cos()  # noqa: E731
     same_bits(trained(body, checkpointing(remote)), trained(body, plainly))
     (segment,) = remote.report().segments
     assert ["more than 20000 values" in reason for reason in segment.kept] == [True]
-    arguments = (SourceRef(0), Composite("support.function_state:Listed", ((0.5,) * 20_001,)))
-    node = Node("support.function_state:TakingListed", arguments, (), 0, (16,), draws=False)
+    arguments = (SourceRef(0), Composite("support.function_objects:Listed", ((0.5,) * 20_001,)))
+    node = Node("support.function_objects:TakingListed", arguments, (), 0, (16,), draws=False)
     program = Program((Source(True, False, False),), (node,), (ambient_state.capture(),), (ResultRef(0, 0),), 1, 0)
     with pytest.raises(ReplayError, match="more than 20000 values"):
         Replay(program, [torch.ones(4)], [])
