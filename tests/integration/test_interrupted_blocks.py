@@ -2,8 +2,7 @@
 
 import linecache
 import logging
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,6 +23,7 @@ from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from support.bits import differing, plainly
 from support.blocks import WIDTH, Model, loop
+from support.interrupts import interrupted_at
 
 LATER = {
     "forget digests": (FixedDigests, "forget"),
@@ -155,29 +155,12 @@ def test_an_error_before_the_delivery_has_no_note(session: Session, monkeypatch:
 OPENING = {"accumulate", "_only_block", "accumulating"}
 
 
-def interrupted_at(number: int, function: Callable[[], object]) -> bool:
-    """Calls a function, interrupted at the n-th line of what opens and ends a block. Returns whether it was."""
-    lines = iter(range(number + 1))
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        if code.co_name not in OPENING or code.co_filename not in (session_module.__file__, dispatcher.__file__):
-            return None
-        text = linecache.getline(code.co_filename, frame.f_lineno).strip()
-        # Not where a lock is released: Python handles no signal there, but tracing would interrupt it.
-        if event == "line" and not text.startswith("with ") and next(lines, None) == number:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def opens_or_ends(frame: FrameType) -> bool:
+    """Whether a line is one of what opens and ends a block, and takes or releases no lock."""
+    code = frame.f_code
+    if code.co_name not in OPENING or code.co_filename not in (session_module.__file__, dispatcher.__file__):
+        return False
+    return not linecache.getline(code.co_filename, frame.f_lineno).strip().startswith("with ")
 
 
 def test_a_block_opens_after_one_that_was_interrupted_at_any_line(session: Session) -> None:
@@ -186,7 +169,7 @@ def test_a_block_opens_after_one_that_was_interrupted_at_any_line(session: Sessi
             pass
 
     number = 0
-    while interrupted_at(number, open_and_end):
+    while interrupted_at(number, open_and_end, opens_or_ends):
         assert session._dispatcher.fixed is None
         open_and_end()
         number += 1

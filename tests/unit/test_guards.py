@@ -1,7 +1,6 @@
 """Ctrl-C while the guards of accumulation blocks are installed or removed."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
@@ -17,6 +16,7 @@ from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul_runtime.torch_internals.clipping import clipping_cells
 from backhaul_runtime.torch_internals.data_parallel import PRE_FORWARD
+from support.interrupts import interrupted_at
 
 
 class Block:
@@ -52,27 +52,9 @@ def replaceable() -> list[Any]:
     return [getattr(*name) for name in names] + [cell.cell_contents for cell in CELLS]
 
 
-def interrupted_at(line: int, function: Callable[[], Any]) -> bool:
-    """Calls a function, interrupted at the n-th line of the guards' methods. Returns whether it has so many."""
-    lines = iter(range(line + 1))
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != guards.__file__:
-            return None
-        # Not in the statements around the lock: Python handles no signal where tracing would interrupt them.
-        if event == "line" and frame.f_code.co_name not in ("enter", "leave") and next(lines, None) == line:
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def is_in_guards(frame: FrameType) -> bool:
+    """Whether a line is one of the guards' methods, without the statements around their lock."""
+    return frame.f_code.co_filename == guards.__file__ and frame.f_code.co_name not in ("enter", "leave")
 
 
 def check_guards() -> None:
@@ -99,7 +81,7 @@ def open_and_end() -> None:
 
 def test_every_block_after_an_interrupted_one_is_guarded() -> None:
     line = 0
-    while interrupted_at(line, open_and_end):
+    while interrupted_at(line, open_and_end, is_in_guards):
         check_guards()
         line += 1
     assert line > 40
@@ -110,7 +92,7 @@ def test_a_name_that_was_replaced_after_an_interrupt_is_kept(monkeypatch: pytest
     def users(*_: Any, **__: Any) -> None: ...
 
     line = 0
-    while interrupted_at(line, open_and_end):
+    while interrupted_at(line, open_and_end, is_in_guards):
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd, "backward", users)
             open_and_end()

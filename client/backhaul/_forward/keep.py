@@ -159,9 +159,8 @@ def decide(
         return Local(call.local_reason, keeps_activations=False)
     if call.inside_reason:
         return KeepInside(call.inside_reason)
-    if (
-        changeable := recorder.custom.arguments.changeable
-    ):  # the graph's own node sees such a change, a worker's would not
+    changeable = recorder.custom.arguments.changeable
+    if changeable:  # the graph's own node sees such a change, a worker's would not
         return KeepInside(f"a custom function takes a {changeable}, which may change before backward")
     try:
         return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))

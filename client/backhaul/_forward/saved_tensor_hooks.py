@@ -136,20 +136,22 @@ class SavedTensorHooks:
     def find_overwritten(self, returned: object) -> None:
         """Keeps saved tensors in the memory of what the call has returned, if their bytes have changed.
 
-        No op explains the change (NumPy, DLPack, a storage), so no program does. Autograd's own
-        check is for writes that it sees. Accelerators are left out, because the host would wait for them.
+        No op explains the change (NumPy, DLPack, a storage), so no program does. For writes that autograd sees it has a
+        check of its own. Accelerators are left out, because the host would wait for them.
         """
         assert self.recorder is not None
         recording, memory = self.recorder.recording, self.recorder.call.memory
         for output in pytree.tree_leaves(returned):
-            if not isinstance(output, Tensor) or output.device.type != "cpu" or output not in memory.interior:
+            if not isinstance(output, Tensor) or unsupported_reason(output) or output.device.type != "cpu":
                 continue
             for position, version in memory.saved.get(storage_key(output), {}).items():
                 saved = recording.saved[position]
                 if saved.is_undefined or saved.layout.dtype != output.dtype or version != version_of(output):
                     continue
-                tensor = as_laid_out(output, saved.layout, saved.offset)
-                if saved_digest(saved.layout, content_digest(tensor, saved.layout)) != saved.digest:
+                with DisablePythonDispatcher(), DisableTorchDispatch():  # modes around the call must not see this
+                    tensor = as_laid_out(output, saved.layout, saved.offset)
+                    digest = saved_digest(saved.layout, content_digest(tensor, saved.layout))
+                if digest != saved.digest:
                     self.overwritten(output, [position], None)
                     recording.refuse("it writes to memory in a way that no op explains (NumPy, or a custom kernel)")
 

@@ -10,32 +10,19 @@ from backhaul_runtime.torch_internals.private import base_of, is_differentiable_
 from backhaul_runtime.torch_internals.storages import storage_key
 
 
-def keep_overwritten(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
-    """Lets saved tensors stay on the trainer if autograd does not see that an op is about to write to their memory.
-
-    Backward then reads what the op writes, while a replay would compute what was there before. The tensor that the op
-    writes to, or its base, is then an alias that no op has made (`.data` makes one). After a refusal this may also be
-    the unrecorded result of `detach`, after whose write backward is an error: it must keep its version.
+def prepare_write(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
+    """Prepares for an op that is about to write to a tensor. Raises Refusal if it can't be prepared.
 
     Args:
         call: The call that runs.
         tensor: The tensor that the op is about to write to.
         was_refused: Whether the recording was refused before the op.
     """
-    memory, origin = call.memory, base_of(tensor)
-    origin = tensor if origin is None else origin
-    positions = memory.saved.get(storage_key(tensor)) if tensor in memory.interior else None
-    if positions and call.known.ref_of(origin) is None:
-        is_unseen = not was_refused or any(origin is alias for alias in memory.unseen_aliases)
-        memory.overwritten(tensor, positions, None if is_unseen else version_of(tensor))
-
-
-def prepare_write(call: RunningCall, tensor: Tensor) -> None:
-    """Prepares for an op that is about to write to a tensor. Raises Refusal if it can't be prepared."""
     recording, memory, sources = call.recording, call.memory, call.memory.sources
     reason = unsupported_reason(tensor)
     if tensor.layout is not torch.strided or (reason and tensor not in memory.interior):
         raise Refusal(f"an op writes to a {reason}")
+    _keep_overwritten(call, tensor, was_refused=was_refused)
     key = storage_key(tensor)
     if recording.refusal is not None:  # NOTE [What the recorder relies on], Rule 3
         for index in sources.at(key):
@@ -61,3 +48,18 @@ def prepare_write(call: RunningCall, tensor: Tensor) -> None:
         takes_gradients = recording.sources[index].requires_grad and torch.is_grad_enabled()
         if takes_gradients and is_differentiable_view(sources.tensors[index]):
             recording.refuse("an op writes to a differentiable view of a tensor from outside")
+
+
+def _keep_overwritten(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
+    """Lets saved tensors stay on the trainer if autograd does not see that an op is about to write to their memory.
+
+    Backward then reads what the op writes, while a replay would compute what was there before. The tensor that the op
+    writes to, or its base, is then an alias that no op has made (`.data` makes one). After a refusal this may also be
+    the unrecorded result of `detach`, after whose write backward is an error: it must keep its version.
+    """
+    memory, positions = call.memory, call.memory.saved.get(storage_key(tensor))
+    base = base_of(tensor)
+    origin = tensor if base is None else base
+    if positions and call.known.ref_of(origin) is None:
+        is_unseen = not was_refused or any(origin is alias for alias in memory.unseen_aliases)
+        memory.overwritten(tensor, positions, None if is_unseen else version_of(tensor))

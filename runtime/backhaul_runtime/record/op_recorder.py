@@ -26,7 +26,7 @@ from backhaul_runtime.program.undefined_saves import (
 )
 from backhaul_runtime.program.unsafe_arguments import check_values
 from backhaul_runtime.record.custom.custom_functions import CustomFunctions
-from backhaul_runtime.record.memory_writes import keep_overwritten, prepare_write
+from backhaul_runtime.record.memory_writes import prepare_write
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.replay.recorded_choices import DrawRecorder
 from backhaul_runtime.tensors.digest import read_digest
@@ -153,8 +153,7 @@ class OpRecorder:
         self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any], was_refused: bool
     ) -> None:
         for tensor in written_tensors(op_rules, args, kwargs):
-            keep_overwritten(self._call, tensor, was_refused=was_refused)
-            prepare_write(self._call, tensor)
+            prepare_write(self._call, tensor, was_refused=was_refused)
 
     def after(
         self,

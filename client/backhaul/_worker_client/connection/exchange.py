@@ -48,7 +48,7 @@ class PendingAnswer:
         request: The request that is written, without its tensors.
         silence_s: The longest silence in seconds, see NOTE [Bounds].
         sent_bytes: The size of the request on the wire.
-        most_waiting: The number of messages that may wait until the caller takes them; None for any.
+        most_waiting: The number of messages that may wait until the caller takes them; 0 for any.
 
     Attributes:
         number: The number of the request; 0 until it is written.
@@ -61,7 +61,7 @@ class PendingAnswer:
         request: segment_pb2.Request,
         silence_s: float,
         sent_bytes: int,
-        most_waiting: int | None = None,
+        most_waiting: int = 0,
     ) -> None:
         self._stream = stream
         self._kind = request.WhichOneof("request") or ""
@@ -69,13 +69,10 @@ class PendingAnswer:
         self._silence_s = silence_s
         self.number = 0
         self.sent_bytes = sent_bytes
-        self._room: queue.SimpleQueue[None] | None = (
-            None  # has an item for each message that may come: NOTE [Interrupts]
-        )
-        if most_waiting:
-            self._room = queue.SimpleQueue()
-            for _ in range(most_waiting):
-                self._room.put(None)
+        # Has an item for each message that may come: NOTE [Interrupts].
+        self._room: queue.SimpleQueue[None] | None = queue.SimpleQueue() if most_waiting else None
+        for _ in range(most_waiting):
+            self._make_room()
         self._is_closed = False
         self._messages: queue.SimpleQueue[AnswerMessage | BackhaulError] = queue.SimpleQueue()
 
@@ -99,8 +96,7 @@ class PendingAnswer:
             else:
                 if isinstance(message, BackhaulError):
                     raise message
-                if self._room is not None:
-                    self._room.put(None)
+                self._make_room()
                 if message.message.WhichOneof("answer") == "error":
                     raise decoded_error(message.message.error)
                 return message
@@ -128,6 +124,10 @@ class PendingAnswer:
                 if self._is_closed:
                     return
         self._messages.put(message)
+
+    def _make_room(self) -> None:
+        if self._room is not None:
+            self._room.put(None)
 
     def fail(self, error: BackhaulError) -> None:
         """Ends the wait with an error, after the messages that have arrived."""
@@ -162,7 +162,7 @@ class Exchange:
     def __init__(self, method: Any, silence_s: float) -> None:
         self._method = method
         self._silence_s = silence_s
-        self._lock = threading.Lock()  # guards the field below
+        self._lock = threading.Lock()  # guards `_shared`
         self._shared: _Stream | None = None
         self._takes_pushes = False
 
