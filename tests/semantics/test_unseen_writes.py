@@ -1,12 +1,15 @@
 """Writes inside a segment that autograd does not see, to memory that autograd has saved."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import backhaul
 from conftest import RETURNS
@@ -140,3 +143,35 @@ def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
     (gradient,) = torch.autograd.grad(session.checkpoint(function, x, weight, unseen).sum(), x)
     (before,) = torch.autograd.grad((x * weight).exp().sum(), x)
     assert torch.equal(gradient, before)
+
+
+def test_tensors_without_a_storage_are_not_looked_at(
+    session: backhaul.Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        sparse = torch.eye(4, device=DEVICE).to_sparse()
+        return (x * weight).exp(), sparse.mul_(2)
+
+    x, weight = (torch.randn(4, 6).to(DEVICE).requires_grad_() for _ in range(2))
+    with caplog.at_level(logging.ERROR, "backhaul"):
+        session.checkpoint(function, x, weight)[0].sum().backward()
+    assert caplog.records == []
+
+
+def test_dispatch_modes_do_not_see_the_comparison_of_outputs(session: backhaul.Session) -> None:
+    class Seeing(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ops: list[str] = []
+
+        def __torch_dispatch__(self, op: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops.append(str(op))
+            return op(*args, **(kwargs or {}))
+
+    def ops_of(checkpoint: Callable[..., Tensor]) -> list[str]:
+        x = torch.randn(4, 6, device=DEVICE, requires_grad=True)
+        with Seeing() as seeing:
+            checkpoint(lambda x: (x * 2).exp(), x)
+        return seeing.ops
+
+    assert "aten.as_strided.default" not in ops_of(session.checkpoint)

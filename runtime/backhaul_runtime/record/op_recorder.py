@@ -175,7 +175,10 @@ class OpRecorder:
             draws: The recorder of its draws; None if they are not recorded.
         """
         call, results = self._call, tensors_in(returned)
-        sizes = call.memory.interior.add_results(results)
+        try:
+            sizes = call.memory.interior.add_results(results)
+        except NotImplementedError:  # torch's, for a tensor without a storage
+            raise Refusal("an op returns a tensor that has no storage, such as a sparse one") from None
         if node is None or call.recording.refusal:
             self._custom.drop()
             return
