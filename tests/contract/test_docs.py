@@ -70,3 +70,9 @@ def test_commands_are_those_that_exist() -> None:
                 parse(command)
                 parsed += 1
     assert parsed > 20
+
+
+def test_decisions_are_numbered_once() -> None:
+    decisions = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    headings = [int(re.match(r"# (\d+)\. ", page.read_text())[1]) for page in decisions]  # type: ignore[index]
+    assert [int(page.name[:4]) for page in decisions] == headings == [*range(1, len(decisions) + 1)]
