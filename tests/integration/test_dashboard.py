@@ -176,7 +176,10 @@ def test_a_worker_out_of_reach_is_shown_as_such_beside_the_others(worker: Worker
             wait_until(lambda: dashboard.items("workers")[0]["state"] == "serving", "the other is seen")
             missing = dashboard.items("workers")[1]
             assert (missing["state"], missing["seen_at_s"], missing["sessions"]) == ("unreachable", 0, 0)
-            unreachable = ("WorkerUnreachable", missing["address"])  # there may be others, of the shared worker's trainers
+            unreachable = (
+                "WorkerUnreachable",
+                missing["address"],
+            )  # there may be others, of the shared worker's trainers
             wait_until(
                 lambda: unreachable in [(alert["name"], alert["subject"]) for alert in dashboard.items("alerts")],
                 "it was asked twice",
