@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ PRIVATE_ATTRIBUTES = re.compile(
 )
 
 
+@cache
 def modules() -> dict[str, ast.Module]:
     """Every module of our own by its dotted name, generated ones aside."""
     trees = {}
@@ -29,19 +31,16 @@ def modules() -> dict[str, ast.Module]:
     return trees
 
 
-MODULES = modules()
-
-
 def imports_of(name: str) -> set[str]:
     """The modules of our own that a module imports, anywhere in it."""
     imported = set()
-    for node in ast.walk(MODULES[name]):
+    for node in ast.walk(modules()[name]):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             full_names = {f"{node.module}.{alias.name}" for alias in node.names}
-            imported |= {full if full in MODULES else node.module for full in full_names}
-    return imported & MODULES.keys() - {name}
+            imported |= {full if full in modules() else node.module for full in full_names}
+    return imported & modules().keys() - {name}
 
 
 def layers() -> Iterator[tuple[str, list[list[str]]]]:
@@ -59,8 +58,8 @@ def room_of(name: str, package: str) -> str:
 @pytest.mark.parametrize("package", [package for package, _ in layers()])
 def test_imports_go_down_the_layers(package: str) -> None:
     rank = {room: number for number, layer in enumerate(dict(layers())[package]) for room in layer}
-    inside = [name for name in MODULES if name == package or name.startswith(f"{package}.")]
-    has_code = {room_of(name, package) for name in inside if len(MODULES[name].body) > 1 or name != package}
+    inside = [name for name in modules() if name == package or name.startswith(f"{package}.")]
+    has_code = {room_of(name, package) for name in inside if len(modules()[name].body) > 1 or name != package}
     assert has_code == set(rank)
     upward = [
         f"{name} imports {imported}"
@@ -88,7 +87,7 @@ def test_imports_have_no_circles() -> None:
                 visit(imported, (*path, name))
             finished.add(name)
 
-    for name in MODULES:
+    for name in modules():
         visit(name, ())
 
 
@@ -96,7 +95,7 @@ def test_imports_have_no_circles() -> None:
 def test_custom_functions_have_one_interface(folder: str, interface: str) -> None:
     """So that recording and replaying read without them."""
     package = f"backhaul_runtime.{folder}"
-    outside = [name for name in MODULES if name.startswith(package) and not name.startswith(f"{package}.custom")]
+    outside = [name for name in modules() if name.startswith(package) and not name.startswith(f"{package}.custom")]
     imported = {inner for name in outside for inner in imports_of(name) if inner.startswith(f"{package}.custom")}
     assert imported == {f"{package}.custom.{interface}"}
 
@@ -129,7 +128,7 @@ def private_names(tree: ast.Module) -> Iterator[str]:
 def test_private_names_of_torch_are_used_in_one_folder() -> None:
     outside = {
         name: sorted(set(private_names(tree)))
-        for name, tree in MODULES.items()
+        for name, tree in modules().items()
         if not name.startswith("backhaul_runtime.torch_internals")
     }
     assert {name: names for name, names in outside.items() if names} == {}

@@ -12,7 +12,8 @@ import pytest
 from support.simulated_cuda.build import obstacle
 
 ROOT = Path(__file__).parents[2]
-CHECK = ["bash", str(ROOT / "tests/gpu_check/gpu-check.sh"), "--python", sys.executable]
+PATIENT = ["--budget", "1500"]  # a slow machine fails no test
+CHECK = ["bash", str(ROOT / "tests/gpu_check/gpu-check.sh"), "--python", sys.executable, *PATIENT]
 SIMULATED = [sys.executable, "-m", "support.simulated_cuda"]
 
 
@@ -45,14 +46,14 @@ def test_a_part_that_gets_no_time_fails(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_all_of_it_runs_on_a_cpu(tmp_path: Path) -> None:
     checked([*CHECK, "--device", "cpu"], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_it_runs_on_a_simulated_device(tmp_path: Path) -> None:
     if why := obstacle():
         pytest.skip(why)

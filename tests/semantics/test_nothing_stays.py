@@ -121,9 +121,9 @@ ENDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_no_tensor_of_a_recomputation_on_the_trainer_stays(end: str) -> None:
+def test_no_tensor_of_a_recomputation_on_the_trainer_stays(end: str, worker: WorkerProcess) -> None:
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-    session = backhaul.connect(settings=QUIET)
+    session = backhaul.connect(worker.address, settings=QUIET)
     session.close()
 
     def tensors_after(steps: int) -> int:

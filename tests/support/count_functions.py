@@ -23,7 +23,7 @@ import torch
 from google.protobuf.message import Message
 from torch import Tensor
 
-OURS = ("backhaul/", "backhaul_runtime/", "backhaul_server/")
+OURS = tuple(f"{Path(__file__).parents[2] / folder}/" for folder in ("client", "runtime", "server"))
 REPLAY = "backhaul_runtime/replay/replay.py Replay.__init__"
 DEEPEST, LONGEST, MOST_BYTES = 3, 64, 1 << 20
 """How deep, in collections how long, and in how many bytes a tensor is looked for."""
@@ -91,7 +91,7 @@ class Passed:
 
 def _name(code: CodeType) -> str:
     """Returns the name of a function of ours with its file; empty for another function."""
-    path = next((code.co_filename[code.co_filename.rindex(part) :] for part in OURS if part in code.co_filename), "")
+    path = next((code.co_filename.removeprefix(folder) for folder in OURS if code.co_filename.startswith(folder)), "")
     return path and f"{path} {code.co_qualname}"
 
 
