@@ -19,6 +19,10 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
     ".data": lambda y: y.data.mul_(2),
     "clamp": lambda y: y.data.clamp_(-0.5, 0.5),
     "a view of .data": lambda y: y.data[1:].zero_(),
+    "values of .data": lambda y: y.data.masked_fill_(y.data < 1, 0),
+    ".data as integers": lambda y: y.data.view(torch.int32).bitwise_and_(-65536),
+    "set_": lambda y: torch.empty(0, device=y.device).set_(y.untyped_storage(), 0, (24,), (1,)).mul_(2),
+    "the .data of another tensor": lambda y: with_data(torch.empty(0, device=y.device), y.data).mul_(2),
 }
 OUTSIDE_OF_OPS: dict[str, Callable[[Tensor], object]] = {
     "NumPy": lambda y: np.multiply(y.detach().numpy(), 2, out=y.detach().numpy()),
@@ -30,6 +34,11 @@ USES: dict[str, Callable[[Tensor], Tensor]] = {
     "used by an op that saves nothing": lambda y: y + 1,
     "saved again": lambda y: y * y,
 }
+
+
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    tensor.data = data
+    return tensor
 
 
 class Doubling(torch.autograd.Function):
@@ -81,6 +90,35 @@ def test_backward_reads_what_an_op_has_written_through_data(
 
 
 @pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("write", WRITES)
+def test_backward_reads_what_is_written_after_a_refusal_to_what_was_saved_before_and_after(
+    session: backhaul.Session, write: str, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        before = (x * weight).exp()
+        Doubling.apply(torch.ones(1))  # refused
+        after = before.sigmoid()
+        WRITES[write](before)
+        WRITES[write](after)
+        return before + after
+
+    assert_equal_to_plain(session, returns, function)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_backward_reads_what_an_op_has_written_to_a_part_of_complex_data(
+    session: backhaul.Session, returns: str
+) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = torch.complex(x, weight)
+        z = y * y
+        y.data.real.mul_(2)
+        return z.abs()
+
+    assert_equal_to_plain(session, returns, function)
+
+
+@pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("write", OUTSIDE_OF_OPS)
 @pytest.mark.skipif(DEVICE != "cpu", reason="the host does not compare what is on an accelerator")
 def test_backward_reads_what_something_else_has_written_to_an_output(
@@ -118,6 +156,32 @@ def test_a_write_to_a_detached_tensor_after_a_refusal_is_an_error_as_without_che
             gradients(function, checkpoint)
 
 
+@pytest.mark.parametrize("returns", RETURNS)
+def test_backward_reads_what_an_op_has_read_from_outside(session: backhaul.Session, returns: str) -> None:
+    def function(x: Tensor, argument: Tensor, state: Tensor) -> Tensor:
+        y = x * argument * state
+        argument.data.mul_(2)
+        state.data.mul_(2)
+        return y
+
+    x = torch.ones(3, device=DEVICE, requires_grad=True)
+    argument, state = (torch.full((3,), value, device=DEVICE) for value in (3.0, 5.0))
+    y = session.checkpoint(partial(function, state=state), x, argument, returns=returns)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full((3,), 15.0, device=DEVICE))
+
+
+def test_a_visible_write_after_an_unseen_one_is_an_error_as_without_checkpointing(session: backhaul.Session) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp()
+        y.data.mul_(2)
+        y.detach().mul_(2)
+        return y + 1
+
+    for checkpoint in (plainly, session.checkpoint):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradients(function, checkpoint)
+
+
 def test_a_visible_write_to_an_output_is_an_error_as_without_checkpointing(session: backhaul.Session) -> None:
     def function(x: Tensor, weight: Tensor) -> Tensor:
         return (x * weight).exp().mul_(2)
@@ -136,7 +200,7 @@ def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
         return y.detach() + (y - y.detach())  # the value after the write, and the gradient of `y`
 
     def unseen(y: Tensor) -> None:
-        y.untyped_storage().copy_((2 * torch.ones_like(y)).untyped_storage())
+        torch.utils.dlpack.from_dlpack(y.detach()).mul_(2)
 
     torch.manual_seed(0)
     x, weight = (torch.randn(4, 6).to(DEVICE).requires_grad_() for _ in range(2))

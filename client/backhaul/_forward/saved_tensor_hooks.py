@@ -1,6 +1,6 @@
 """The saved-tensor hooks of a checkpointed call."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from backhaul._torch_api.selective import Hooks, KeptTensor, Selection
 from backhaul_runtime.errors import SavedTensorModifiedError
 from backhaul_runtime.program.op_rules import hides_write
 from backhaul_runtime.program.program import is_function_name
+from backhaul_runtime.record.call_memory import SavedVersion
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.sources import Hold
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
@@ -112,26 +113,27 @@ class SavedTensorHooks:
             self.recorder.recording.guarded(self._digest_undefined)
             self._undefined.clear()
 
-    def overwritten(self, alias: Tensor, positions: Iterable[int], version: int | None) -> None:
-        """Keeps saved tensors in memory that is about to be written to where autograd does not see it.
+    def overwritten(self, alias: Tensor, versions: Mapping[int, SavedVersion]) -> None:
+        """Keeps saved tensors in memory that is about to be written to, as autograd does without checkpointing.
+
+        Backward then reads what is written, or raises an error if the version of a saved tensor shows the write.
 
         Args:
             alias: A tensor in that memory.
-            positions: The positions of the saved tensors among those of the call.
-            version: The version that the alias must still have in backward; None for any.
+            versions: The versions of the saved tensors in that memory, by position.
         """
         assert self.recorder is not None
         assert self._table is not None
-        for position in positions:
+        for position, (counter, version) in versions.items():
             reference = self._table.handles.get(position)
             handle = reference() if reference is not None else None
             if handle is not None and handle.kept is None:
                 saved = self.recorder.recording.saved[position]
                 with DisablePythonDispatcher(), DisableTorchDispatch():
-                    if saved.layout.dtype == alias.dtype:
-                        handle.kept = KeptTensor(as_laid_out(alias, saved.layout, saved.offset), version, _modified)
-                    else:  # nothing shares the alias' version and has the other dtype, so backward raises an error
-                        handle.kept = KeptTensor(alias.detach(), -1, _modified)
+                    counter.data = as_laid_out(alias, saved.layout, saved.offset)
+                handle.kept = KeptTensor(counter, version, _modified)
+            elif handle is not None and handle.kept is not None and self._selection is None:
+                handle.kept.digest = b""  # it has other contents from here on; its version is still compared
 
     def find_overwritten(self, returned: object) -> None:
         """Keeps saved tensors in the memory of what the call has returned, if their bytes have changed.
@@ -144,15 +146,15 @@ class SavedTensorHooks:
         for output in pytree.tree_leaves(returned):
             if not isinstance(output, Tensor) or unsupported_reason(output) or output.device.type != "cpu":
                 continue
-            for position, version in memory.saved.get(storage_key(output), {}).items():
-                saved = recording.saved[position]
-                if saved.is_undefined or saved.layout.dtype != output.dtype or version != version_of(output):
+            for position, saved_version in memory.saved.get(storage_key(output), {}).items():
+                saved, (counter, version) = recording.saved[position], saved_version
+                if saved.is_undefined or version_of(counter) != version:
                     continue
                 with DisablePythonDispatcher(), DisableTorchDispatch():  # modes around the call must not see this
                     tensor = as_laid_out(output, saved.layout, saved.offset)
                     digest = saved_digest(saved.layout, content_digest(tensor, saved.layout))
                 if digest != saved.digest:
-                    self.overwritten(output, [position], None)
+                    self.overwritten(output, {position: saved_version})
                     recording.refuse("it writes to memory in a way that no op explains (NumPy, or a custom kernel)")
 
     def _digest_undefined(self) -> None:

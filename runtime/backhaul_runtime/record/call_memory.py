@@ -1,7 +1,8 @@
 """The memory that a running call reads, makes and writes to."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,9 +11,21 @@ from backhaul_runtime.record.interior_memory import InteriorMemory
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.record.sources import Hold, SourceLedger
 
-Overwritten = Callable[[Tensor, Iterable[int], int | None], None]
-"""Takes a tensor in the memory of saved tensors that autograd does not see a write to, their positions, and the version
-that the tensor must keep; None for any version."""
+
+class SavedVersion(NamedTuple):
+    """The version of a tensor that autograd has saved. A backward that reads another version is an error.
+
+    Attributes:
+        counter: A tensor without memory that has the version counter of the saved one.
+        version: The version when the tensor was saved.
+    """
+
+    counter: Tensor
+    version: int
+
+
+Overwritten = Callable[[Tensor, Mapping[int, SavedVersion]], None]
+"""Takes a tensor in the memory of saved tensors, and the versions of these by position."""
 
 
 class CallMemory:
@@ -28,10 +41,9 @@ class CallMemory:
         sources: The tensors from outside that ops have used.
         interior: The memory that the ops have made.
         contents: Takes the digests of tensors.
-        saved: Positions of the saved tensors in memory that the ops have made, with their versions when they were
-            saved, by the key of their storage.
-        unseen_aliases: Tensors in such memory that no op has made, as `.data` does.
-        overwritten: Called before a write to such memory that autograd does not see.
+        saved: The versions of the saved tensors in memory that the ops have made, by the key of the storage and by
+            position.
+        overwritten: Called before a write to such memory.
     """
 
     def __init__(
@@ -40,6 +52,5 @@ class CallMemory:
         self.sources = SourceLedger(noted, arguments, hold)
         self.interior = InteriorMemory(self.sources)
         self.contents = Contents(fixed)
-        self.saved: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        self.unseen_aliases: list[Tensor] = []
+        self.saved: defaultdict[int, dict[int, SavedVersion]] = defaultdict(dict)
         self.overwritten: Overwritten = lambda *_: None

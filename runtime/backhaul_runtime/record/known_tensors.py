@@ -132,7 +132,6 @@ class KnownTensors:
             raise Refusal(error.fields["reason"]) from None
         # A replay would give such a tensor the contents that it has now, and lose its connection to the op's result.
         if tensor in self._memory.interior:
-            self._memory.unseen_aliases.append(tensor)
             raise Refusal("an alias of an interior tensor that no op made (.data, NumPy)")
         is_argument = self._memory.sources.is_argument(tensor)
         # Each thread numbers its nodes itself, so an argument made by another thread may have a larger number.

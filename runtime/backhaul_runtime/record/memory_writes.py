@@ -6,24 +6,25 @@ from torch import Tensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.tensors.layout import unsupported_reason
-from backhaul_runtime.torch_internals.private import base_of, is_differentiable_view, version_of
+from backhaul_runtime.torch_internals.private import base_of, is_differentiable_view
 from backhaul_runtime.torch_internals.storages import storage_key
 
 
-def prepare_write(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
+def prepare_write(call: RunningCall, tensor: Tensor) -> None:
     """Prepares for an op that is about to write to a tensor. Raises Refusal if it can't be prepared.
 
     Args:
         call: The call that runs.
         tensor: The tensor that the op is about to write to.
-        was_refused: Whether the recording was refused before the op.
     """
     recording, memory, sources = call.recording, call.memory, call.memory.sources
     reason = unsupported_reason(tensor)
     if tensor.layout is not torch.strided or (reason and tensor not in memory.interior):
         raise Refusal(f"an op writes to a {reason}")
-    _keep_overwritten(call, tensor, was_refused=was_refused)
     key = storage_key(tensor)
+    # Where autograd does not see the write, backward reads what the op writes, which a replay does not compute.
+    if key in memory.saved:
+        memory.overwritten(tensor, memory.saved[key])
     if recording.refusal is not None:  # NOTE [What the recorder relies on], Rule 3
         for index in sources.at(key):
             sources.note_write(index)
@@ -48,18 +49,13 @@ def prepare_write(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> No
         takes_gradients = recording.sources[index].requires_grad and torch.is_grad_enabled()
         if takes_gradients and is_differentiable_view(sources.tensors[index]):
             recording.refuse("an op writes to a differentiable view of a tensor from outside")
+        # The alias is the source in a replay, whose autograd would see the write.
+        is_alias = _origin(tensor) is not _origin(sources.tensors[index])
+        if is_alias and any(saved.source == index for saved in recording.saved):
+            recording.refuse("an op writes to a tensor from outside in a way that autograd does not see (.data)")
 
 
-def _keep_overwritten(call: RunningCall, tensor: Tensor, *, was_refused: bool) -> None:
-    """Lets saved tensors stay on the trainer if autograd does not see that an op is about to write to their memory.
-
-    Backward then reads what the op writes, while a replay would compute what was there before. The tensor that the op
-    writes to, or its base, is then an alias that no op has made (`.data` makes one). After a refusal this may also be
-    the unrecorded result of `detach`, after whose write backward is an error: it must keep its version.
-    """
-    memory, positions = call.memory, call.memory.saved.get(storage_key(tensor))
+def _origin(tensor: Tensor) -> Tensor:
+    """Returns the tensor that a tensor is a view of, or the tensor itself."""
     base = base_of(tensor)
-    origin = tensor if base is None else base
-    if positions and call.known.ref_of(origin) is None:
-        is_unseen = not was_refused or any(origin is alias for alias in memory.unseen_aliases)
-        memory.overwritten(tensor, positions, None if is_unseen else version_of(tensor))
+    return tensor if base is None else base

@@ -51,14 +51,13 @@ class OpRecorder:
     def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         """Returns the node of an op that is about to run; None if no node is recorded for it."""
         recording = self._call.recording
-        was_refused = recording.refusal is not None
         op_rules = recording.guarded(rules, op)
         if op_rules is None:
             return None
         self._call.op.begin(op_rules.name)  # whatever fails afterwards, hooks know which op saves a tensor
         node = recording.guarded(self._begin, op, op_rules, args, kwargs)
         if op_rules.written:
-            recording.guarded(self._prepare_writes, op_rules, args, kwargs, was_refused)
+            recording.guarded(self._prepare_writes, op_rules, args, kwargs)
         return node
 
     def _begin(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
@@ -149,11 +148,9 @@ class OpRecorder:
             return args
         return (*args[:position], copy_exact(value), *args[position + 1 :])
 
-    def _prepare_writes(
-        self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any], was_refused: bool
-    ) -> None:
+    def _prepare_writes(self, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in written_tensors(op_rules, args, kwargs):
-            prepare_write(self._call, tensor, was_refused=was_refused)
+            prepare_write(self._call, tensor)
 
     def after(
         self,

@@ -52,7 +52,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         hold: Makes copies of tensors that may change before backward.
         pack: The pack hook that calls `note_saved`. Ops under any other hook are refused. None to check no hooks.
         op_ended: Called after each op, with whether the op is part of the program (Rule 4).
-        overwritten: Called before a write to the memory of saved tensors that autograd does not see.
+        overwritten: Called before a write to the memory of saved tensors.
         traces: Whether to describe each op in `trace`.
         records_choices: Whether to record what a replay on other hardware needs, see NOTE [Recorded choices].
         fixed: Digests of parameters that keep their values while calls share this object; None to compute all digests.

@@ -5,13 +5,14 @@ from torch import Tensor
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT
+from backhaul_runtime.record.call_memory import SavedVersion
 from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.tensors.deferred_digest import Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of
-from backhaul_runtime.torch_internals.private import version_of
+from backhaul_runtime.torch_internals.private import counter_of, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 FUNCTION_SAVES = "a custom autograd function saves a tensor"
@@ -60,7 +61,8 @@ class SavedTensorRecorder:
         if is_hidden:
             memory.interior.add_hidden(tensor)
         if source < 0:
-            memory.saved[storage_key(tensor)][len(call.recording.saved)] = version_of(tensor)
+            version = SavedVersion(counter_of(tensor), version_of(tensor))
+            memory.saved[storage_key(tensor)][len(call.recording.saved)] = version
         if call.recording.refusal is None:
             call.builder.note_save()
         digest, offset = digest_of(saved_digest, layout, content), int(tensor.storage_offset())

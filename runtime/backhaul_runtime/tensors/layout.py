@@ -244,14 +244,19 @@ def with_bits(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def as_laid_out(alias: Tensor, layout: Layout, offset: int) -> Tensor:
-    """Returns a detached tensor of a layout in the storage of another tensor, whose version counter it shares.
+    """Returns a tensor of a layout in the storage of another tensor, with a version counter of its own.
 
     Args:
-        alias: A tensor in the storage, of the same dtype.
+        alias: A tensor in the storage, of any dtype.
         layout: The layout of the tensor.
         offset: The offset of the tensor in the storage, in elements.
+
+    Raises:
+        UnsupportedTensorError: The storage was freed or shrunk.
     """
-    return with_bits(alias.detach().as_strided(layout.shape, layout.strides, offset), layout)
+    _check_memory(alias, offset * layout.dtype.itemsize + layout.span_bytes)
+    view = torch.empty(0, dtype=layout.dtype, device=alias.device)
+    return with_bits(view.set_(alias.untyped_storage(), offset, layout.shape, layout.strides), layout)
 
 
 def byte_view(tensor: Tensor, offset_bytes: int, size_bytes: int) -> Tensor:

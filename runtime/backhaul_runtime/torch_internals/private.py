@@ -134,6 +134,16 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
 
 
+def counter_of(tensor: Tensor) -> Tensor:
+    """Returns a tensor without memory that has the version counter of another one. It keeps it with other `.data`."""
+    counter: Tensor = Tensor._make_subclass(Tensor, tensor)  # as `detach`, but dispatch modes do not see it
+    counter.data = _NO_MEMORY
+    return counter
+
+
+_NO_MEMORY = torch.empty(0)
+
+
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """Returns the position of a node in the order in which its thread made nodes. Backward runs the latest first."""
 

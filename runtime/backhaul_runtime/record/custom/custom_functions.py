@@ -109,7 +109,7 @@ class CustomFunctions:
         op = self._call.op
         if all(storage_key(given) != storage_key(tensor) for given in op.tensors):
             raise Refusal(f"{op.name} writes to a tensor that is not among its arguments")
-        prepare_write(self._call, tensor, was_refused=self._call.recording.refusal is not None)
+        prepare_write(self._call, tensor)
 
     def end(self, node: Node, args: tuple[Any, ...], returned: Any) -> None:
         """Records a function that has run: what it has returned, drawn and kept.
