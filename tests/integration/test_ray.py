@@ -85,4 +85,4 @@ def test_a_fleet_grows_and_shrinks_while_training_goes_on(tmp_path: Path, monkey
             are_up(0)
             assert differing(ours.steps(2), expected[3]) == []
         assert fleet(cluster, "status") == "The Ray cluster has no fleet.\n"
-        assert [line for line in cluster.nodes[0].processes().values() if "backhaul" in line] == []
+        assert [line for line in cluster.nodes[0].processes().values() if "-m backhaul" in line] == []

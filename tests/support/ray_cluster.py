@@ -21,6 +21,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _STORE_BYTES = 80_000_000  # Ray's smallest is 75 MB
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "240",  # a busy machine takes longer than the 30 s that Ray allows
     # Ray notices the loss of a node within 3 s instead of half a minute.
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "1000",
