@@ -4,6 +4,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.layout import copy_exact
+from backhaul_runtime.torch_internals import pre_dispatch
+from support.interrupts import interrupted_at
 
 
 def record(fn: Callable[..., Any], *args: Any, allowed: frozenset[str] | None = None) -> tuple[Recorder, Program]:
@@ -280,3 +283,32 @@ def test_a_path_that_another_thread_has_stored_is_taken() -> None:
     record(torch.erfinv, torch.zeros(2, requires_grad=True))
     op, key = torch.ops.aten.erfinv.default, torch._C.DispatchKey.PreDispatch
     assert op._get_dispatch(key) is op._dispatch_cache[key]
+
+
+def assert_in_no_mode() -> None:
+    assert torch._C._is_multithreading_enabled()
+    for key in (torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.PythonDispatcher):
+        assert not torch._C._dispatch_tls_is_dispatch_key_included(key)
+
+
+def test_ctrl_c_while_a_call_begins_leaves_nothing_behind() -> None:
+    enter = pre_dispatch.PreDispatchMode.__enter__.__code__
+
+    def counts(frame: FrameType) -> bool:
+        return frame.f_code is enter
+
+    number, x = 0, torch.ones(3, requires_grad=True)
+    while interrupted_at(number, lambda: record(torch.sin, x), counts):
+        number += 1
+        assert_in_no_mode()
+    assert number > 5
+
+
+def test_ctrl_c_that_keeps_an_op_from_returning_to_the_mode_leaves_nothing_behind() -> None:
+    def fn(_: Tensor) -> None:
+        pre_dispatch._stack.set(pre_dispatch._OURS, None)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        record(fn, torch.ones(3, requires_grad=True))
+    assert_in_no_mode()

@@ -31,7 +31,7 @@ import torch
 from torch._library.utils import handle_dispatch_mode
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _pop_mode_temporarily, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily, _push_mode
 
 from backhaul_runtime.torch_internals.private import is_in_vmap
 
@@ -44,7 +44,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.tracer: Any = SimpleNamespace(enable_thunkify=False)  # torch reads it from every ProxyTorchDispatchMode
         self._dispatcher: Any = None
-        self._engine: Any = None
+        self._was_multithreaded = True
         _register_higher_order_ops(type(self))
 
     @classmethod
@@ -55,17 +55,29 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
         stale = _stack.get(_OURS)
         if isinstance(stale, PreDispatchMode):  # Ctrl-C has kept it from being left
             stale.__exit__(None, None, None)
+        self._was_multithreaded = torch._C._is_multithreading_enabled()
         self._dispatcher = torch._C._EnablePythonDispatcher()
-        self._dispatcher.__enter__()
-        self._engine = torch.autograd.set_multithreading_enabled(False)  # Rule 8; it acts at once
-        # Not torch's __enter__: it notes in a variable of the process which modes are entered (Rule 3).
-        _push_mode(self)
-        return self
+        try:
+            self._dispatcher.__enter__()
+            torch._C._set_multithreading_enabled(False)  # Rule 8
+            # Not torch's __enter__: it notes in a variable of the process which modes are entered (Rule 3).
+            _push_mode(self)
+            return self
+        except BaseException:  # Ctrl-C
+            self._leave()
+            raise
 
     def __exit__(self, *exception: Any) -> None:
-        _pop_mode(torch._C.DispatchKey.PreDispatch)
-        self._engine.__exit__(*exception)
-        self._dispatcher.__exit__(*exception)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Undoes `__enter__`, which Ctrl-C may have cut short, or an op's return to the mode."""
+        try:
+            _stack.set(_OURS, None)
+        finally:
+            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, _stack.get(_OTHERS) is not None)
+            torch._C._set_multithreading_enabled(self._was_multithreaded)
+            self._dispatcher.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
