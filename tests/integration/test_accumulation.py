@@ -175,6 +175,22 @@ def test_autocast_and_a_scaler(checkpoint: Checkpoint, accumulate: Any) -> list[
 
 @pytest.mark.slow
 @as_in_a_loop
+def test_a_loss_that_leads_to_no_parameter(checkpoint: Checkpoint, accumulate: Any) -> list[Tensor]:
+    weight, seen = nn.Parameter(torch.ones(3)), list[Tensor]()
+    with accumulate() as block:
+        for factor in (1.0, 2.0):
+            y = checkpoint(lambda x: x * weight, torch.full((2, 3), factor))
+            with torch.no_grad():
+                view = y.view_as(y)  # requires a gradient, and has no history
+            z = view * view
+            z.register_hook(seen.append)
+            block.backward(z.sum())
+    assert weight.grad is None
+    return seen
+
+
+@pytest.mark.slow
+@as_in_a_loop
 def test_plain_backward_inside_a_block_comes_after_those_before(
     checkpoint: Checkpoint, accumulate: Any
 ) -> list[Tensor]:

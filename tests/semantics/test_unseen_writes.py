@@ -156,6 +156,16 @@ def test_a_write_to_a_detached_tensor_after_a_refusal_is_an_error_as_without_che
             gradients(function, checkpoint)
 
 
+def test_backward_reads_what_an_op_has_written_in_an_inference_mode(session: backhaul.Session) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        y = (x * weight).exp_()
+        with torch.inference_mode():
+            y.data.mul_(2)
+        return y + 1
+
+    assert_equal_to_plain(session, "gradients", function)
+
+
 @pytest.mark.parametrize("returns", RETURNS)
 def test_backward_reads_what_an_op_has_read_from_outside(session: backhaul.Session, returns: str) -> None:
     def function(x: Tensor, argument: Tensor, state: Tensor) -> Tensor:

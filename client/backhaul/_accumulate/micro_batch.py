@@ -100,6 +100,9 @@ def differentiated(
         targets: Where the gradients are taken.
         parts: The graph that they belong to.
     """
+    if not targets:  # which `autograd.grad` refuses; the nodes and their hooks run all the same
+        torch.autograd.backward(outputs, gradients)
+        return {}
     if gradients is not None and len(gradients) == 1:  # torch's hooks over several tensors overlook a lone root
         other = gradients[0].new_zeros(()).requires_grad_()
         outputs, gradients = [*outputs, get_gradient_edge(other)], [*gradients, other.detach()]

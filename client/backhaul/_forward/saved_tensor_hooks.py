@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -129,7 +130,8 @@ class SavedTensorHooks:
             handle = reference() if reference is not None else None
             if handle is not None and handle.kept is None:
                 saved = self.recorder.recording.saved[position]
-                with DisablePythonDispatcher(), DisableTorchDispatch():
+                # A tensor that is made in an inference mode has no version.
+                with torch.inference_mode(False), DisablePythonDispatcher(), DisableTorchDispatch():
                     counter.data = as_laid_out(alias, saved.layout, saved.offset)
                 handle.kept = KeptTensor(counter, version, _modified)
             elif handle is not None and handle.kept is not None and self._selection is None:
