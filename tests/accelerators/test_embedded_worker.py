@@ -64,3 +64,14 @@ def test_a_device_that_is_given_stays() -> None:
         (segment,) = session.report().segments
     (reason,) = segment.reasons
     assert "device is cuda here and cpu there" in reason
+
+
+@pytest.mark.slow
+def test_ranks_of_a_machine_divide_the_memory_of_the_device_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * torch.cuda.device_count()))
+    x = torch.randn(2, 4, device="cuda:0", requires_grad=True)
+    with backhaul.connect(device="cuda:0", settings=QUIET) as session:
+        session.checkpoint(torch.sin, x, strict=True).sum().backward()
+        (worker,) = session._workers[:]
+        assert worker.connection.up is not None
+        assert worker.connection.up.budget_bytes == torch.cuda.get_device_properties(0).total_memory // 2 // 2

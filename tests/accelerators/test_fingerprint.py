@@ -9,7 +9,7 @@ from torch import Tensor
 
 import backhaul
 from backhaul import Session
-from backhaul_runtime.process.fingerprint import fingerprint
+from backhaul_runtime.process.fingerprint import differences, fingerprint
 from conftest import QUIET
 from support.processes import WorkerProcess
 
@@ -58,5 +58,15 @@ def test_what_computes_on_the_cpu_stays_if_the_cpus_differ(beside_another_cpu: S
 
 def test_the_fingerprint_of_a_gpu_has_no_facts_about_the_cpu() -> None:
     facts = fingerprint(torch.device("cuda"))
-    assert {"gpu", "capability", "multiprocessors", "cuda", "cudnn"} <= facts.keys() or not torch._C._has_cudnn
+    assert {"gpu", "capability", "multiprocessors", "cuda"} <= facts.keys()
+    assert ("cudnn" in facts) == torch._C._has_cudnn
     assert not {"cpu", "machine", "cpu_capability", "host_cpu"} & facts.keys()
+
+
+@pytest.mark.parametrize("name", ["NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG", "DISABLE_ADDMM_CUDA_LT"])
+def test_variables_that_choose_kernels_of_a_gpu_count(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.delenv(name, raising=False)
+    without = fingerprint.__wrapped__(device)
+    monkeypatch.setenv(name, "1")
+    assert differences(without, fingerprint.__wrapped__(device)) == {name: ("-", "1")}

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from backhaul_runtime.program.codec import decode_state, encode_state
-from backhaul_runtime.tensors.digest import device_sums
+from backhaul_runtime.tensors.digest import device_sums, torch_sums
 from backhaul_runtime.tensors.durations import wait_s
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.staging import device_moments, host_pieces, to_device, wait_for
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.cuda_libraries import library_versions
 from backhaul_runtime.torch_internals.generators import default_generator
 from gpu_check.results import DEVICE, IS_REAL, ON_GPU, clocked, guarded, note, sized, synchronize
 
@@ -23,6 +24,8 @@ LARGEST_TEMPORARY = 1 << 20
 MOST_LAUNCHES = 2
 CHUNK = 1 << 20
 EVENT_RESOLUTION_S = 1e-6
+LIBRARIES = {"driver", "cudnn", "cublas", "cublaslt"}
+"""Whose versions tell one GPU's results from those of another of the same model."""
 
 
 def settings() -> None:
@@ -36,6 +39,10 @@ def settings() -> None:
         properties = torch.cuda.get_device_properties(0)
         facts |= {"gpu": properties.name, "memory_gib": round(properties.total_memory / 2**30, 1)}
     note("facts", True, **facts)
+    if IS_REAL:
+        torch.ones(2, 2, device=DEVICE).mm(torch.ones(2, 2, device=DEVICE))  # loads cuBLAS
+        versions = library_versions()
+        note("the versions of the driver and the libraries are known", versions.keys() >= LIBRARIES, **versions)
     state = ambient_state.capture()
     note("settings survive their message", decode_state(encode_state(state)) == state)
     for name, setting in ambient_state.settings().items():
@@ -84,6 +91,10 @@ def digest() -> None:
     )
     if not ON_GPU:
         return
+    for begin in (0, 1):
+        part = data[begin : (1 << 20) + 3]
+        same = torch.equal(device_sums(part).cpu(), torch_sums(part.cpu()))
+        note(f"a digest has the sums of the host, from byte {begin} on", same)
     for size in (1, 4096, 1 << 20, data.numel()) if IS_REAL else ():
         with guarded(f"a digest of {size} bytes takes at most {MOST_LAUNCHES} launches"):
             launches = launches_of(data[:size])
