@@ -68,8 +68,8 @@ def test_a_keyboard_is_enough(trained_page: Page) -> None:
     page.keyboard.press("ArrowDown")
     expect(page.locator("#runs-table input").nth(1)).to_be_focused()
 
-    canvas = page.locator("#timeline-chart canvas")
-    canvas.focus()
+    plot = page.locator("#timeline-chart .plot")
+    plot.focus()
     for key in ("ArrowRight", "ArrowDown", "Enter", "+", "-", "0"):
         page.keyboard.press(key)
     expect(page.locator("#call")).to_be_visible()

@@ -20,7 +20,7 @@ def walk(page: Page) -> None:
     expect(page.locator("#segments-pager p")).to_have_text(re.compile(r"of 10,\d\d\d"))
     expect(page.locator("#topology-chart .node")).to_have_count(81)  # 50 workers and 31 trainers
     expect(page.locator("#rpcs tbody tr")).to_have_count(4)
-    expect(page.locator("#fleet-memory canvas[tabindex]")).to_have_attribute("aria-label", re.compile("of 50 workers"))
+    expect(page.locator("#fleet-memory .plot")).to_have_attribute("aria-label", re.compile("of 50 workers"))
     expect(page.locator("#runs-table tbody tr").first).to_be_visible()
 
 

@@ -106,21 +106,21 @@ def test_a_worker_of_the_topology_leads_to_its_row(page: Page, crowd: Crowd) -> 
 
 
 def test_a_map_shows_all_workers_and_leads_to_one(page: Page, crowd: Crowd) -> None:
-    canvas = page.locator("#fleet-load canvas[tabindex]")
-    canvas.scroll_into_view_if_needed()
-    expect(canvas).to_have_attribute("aria-label", re.compile(r"^Load.* of 50 workers: now [\d.]+ % in the mean"))
-    box = box_of(canvas)
+    plot = page.locator("#fleet-load .plot")
+    plot.scroll_into_view_if_needed()
+    expect(plot).to_have_attribute("aria-label", re.compile(r"^Load.* of 50 workers: now [\d.]+ % in the mean"))
+    box = box_of(plot)
     row_height = (box["height"] - 44) / 50
-    fourth = {"x": box["width"] - 20, "y": 18 + 3.5 * row_height}
+    fourth = {"x": box["width"] - 40, "y": 18 + 3.5 * row_height}
     tip = page.locator("#tip")
 
     def is_told() -> bool:
         page.mouse.move(0, 0)
-        canvas.hover(position={"x": fourth["x"], "y": fourth["y"]})
+        plot.hover(position={"x": fourth["x"], "y": fourth["y"]})
         return crowd.workers[3].address in tip.inner_text()
 
     wait_until(is_told, "the cell is told of")
-    canvas.click(position={"x": fourth["x"], "y": fourth["y"]})
+    plot.click(position={"x": fourth["x"], "y": fourth["y"]})
     address = crowd.workers[3].address
     expect(page.locator("#workers tr.more")).to_have_count(1)
     expect(page.locator("#workers tbody tr:not(.more)").nth(3)).to_be_in_viewport()
@@ -130,7 +130,7 @@ def test_a_map_shows_all_workers_and_leads_to_one(page: Page, crowd: Crowd) -> N
     expect(page.locator("#latency-worker")).to_have_value("")
 
     page.mouse.move(0, 0)
-    canvas.focus()
+    plot.focus()
     page.keyboard.press("ArrowLeft")
     expect(page.locator("#spoken")).to_contain_text(crowd.workers[0].address)
     page.keyboard.press("ArrowDown")

@@ -102,15 +102,15 @@ def test_sums_of_now_leave_out_workers_that_are_gone(half: Half, open_page: Open
     expect(page.locator("[data-tile=workers] .note")).to_have_text("2 unreachable")
     page.locator("#fleet").scroll_into_view_if_needed()
     label = r"of 3 workers: now 25 % in the mean, 25 % at most, without the 2 that are unreachable\."
-    expect(page.locator("#fleet-memory canvas[tabindex]")).to_have_attribute("aria-label", re.compile(label))
+    expect(page.locator("#fleet-memory .plot")).to_have_attribute("aria-label", re.compile(label))
 
 
 def test_maps_topology_and_memory_say_when_a_worker_last_answered(half: Half, open_page: OpenPage) -> None:
     page = open_half(half, open_page)
     page.locator("#fleet").scroll_into_view_if_needed()
-    canvas = page.locator("#fleet-memory canvas[tabindex]")
-    expect(canvas).to_have_attribute("aria-label", re.compile("of 3 workers"))
-    canvas.focus()
+    plot = page.locator("#fleet-memory .plot")
+    expect(plot).to_have_attribute("aria-label", re.compile("of 3 workers"))
+    plot.focus()
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("ArrowDown")
     expect(page.locator("#spoken")).to_contain_text(f"{half.gone.address} (unreachable, last answer ")

@@ -132,14 +132,14 @@ def test_desktop(scheme: str, scene: Scene, open_page: OpenPage) -> None:
         picture(page, f"dashboard-{name}-{scheme}", [name])
     page.locator("#timeline-steps").select_option("1")
     expect(page.locator("#steps tbody tr")).to_have_count(1)
-    canvas = page.locator("#timeline-chart canvas")
-    canvas.focus()
+    plot = page.locator("#timeline-chart .plot")
+    plot.focus()
     page.keyboard.press("ArrowRight")
     for _ in range(2):
         page.keyboard.press("ArrowDown")
     page.keyboard.press("Enter")
     expect(page.locator("#call")).to_be_visible()
-    canvas.blur()
+    plot.blur()
     picture(page, f"dashboard-timeline-{scheme}", ["timeline"])
 
 

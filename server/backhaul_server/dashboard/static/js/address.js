@@ -31,6 +31,7 @@ const DEFAULTS = {
   all: "", // "1": every section is loaded and shown in full, for a screenshot or a print
 };
 
+const TYPING_MS = 200;
 const listeners = [];
 let values = read();
 
@@ -66,17 +67,9 @@ export function change(changes, replaces = false) {
   notify(before);
 }
 
-/**
- * Calls back after any of these parameters has changed: by the page, or by the back and forward buttons.
- * @param {number} delayMs time without a further change after which it calls back, for parameters that are typed
- */
-export function onChange(names, callback, delayMs = 0) {
-  let timer = 0;
-  const later = () => {
-    clearTimeout(timer);
-    timer = setTimeout(callback, delayMs);
-  };
-  listeners.push({ names, callback: delayMs > 0 ? later : callback });
+/** Calls back after any of these parameters has changed: by the page, or by the back and forward buttons. */
+export function onChange(names, callback) {
+  listeners.push({ names, callback });
 }
 
 function notify(before) {
@@ -92,9 +85,10 @@ addEventListener("popstate", () => {
   notify(before);
 });
 
-/** Keeps a select or a search field and a parameter equal. */
+/** Keeps a select or a search field and a parameter equal. A field is read once nothing more was typed for a moment. */
 export function bind(control, name) {
   const isText = control.tagName === "INPUT";
+  let timer = 0;
   const show = () => {
     if (control.value === state(name)) return;
     control.value = state(name);
@@ -102,7 +96,12 @@ export function bind(control, name) {
     control.append(new Option(state(name))); // an address may have what the list does not offer
     control.value = state(name);
   };
-  control.addEventListener(isText ? "input" : "change", () => change({ [name]: control.value.trim() }, isText));
+  const read = () => change({ [name]: control.value.trim() }, isText);
+  control.addEventListener(isText ? "input" : "change", () => {
+    clearTimeout(timer);
+    if (isText) timer = setTimeout(read, TYPING_MS);
+    else read();
+  });
   onChange([name], () => {
     if (!isText || control !== document.activeElement) show();
   });
@@ -112,6 +111,5 @@ export function bind(control, name) {
 /** Sets the options of a select: `usual` for "", then `[value, text]`. What the address has is always among them. */
 export function offer(select, name, usual, options) {
   const isMissing = state(name) !== "" && !options.some(([value]) => value === state(name));
-  setOptions(select, [["", usual], ...options, ...(isMissing ? [[state(name), state(name)]] : [])]);
-  select.value = state(name);
+  setOptions(select, [["", usual], ...options, ...(isMissing ? [[state(name), state(name)]] : [])], state(name));
 }

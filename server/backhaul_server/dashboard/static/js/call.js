@@ -3,6 +3,7 @@
 import { LANE_COLOURS } from "./colour.js";
 import { byId, element, icon } from "./dom.js";
 import { bytes, count, drift, milliseconds } from "./format.js";
+import { facts } from "./table.js";
 
 /**
  * Shows the call of a bar.
@@ -12,21 +13,20 @@ import { bytes, count, drift, milliseconds } from "./format.js";
  */
 export function showCall(timeline, bar, onClose) {
   const call = timeline.calls[bar.call];
-  const entries = [
-    ["Step", String(call.step)],
-    ["Worker", call.worker || "none"],
-    ...(call.micro_batch ? [["Micro-batch", String(call.micro_batch)]] : []),
-    ["Decision", call.decision || "not recomputed"],
-    ["Sent", bytes(call.up_bytes)],
-    ["Received", bytes(call.down_bytes)],
-    ["Own overhead", milliseconds(call.overhead_ms)],
-    ["Retries", count(call.retries)],
-    ["Mismatches", count(call.mismatches)],
-    ["Drift", drift(call.drift)],
-    ...phasesOf(timeline, bar.call),
-  ];
-  const list = element("dl", {}, ...entries.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
-  if (call.reason) list.append(element("dt", {}, "Why"), element("dd", { class: "long" }, call.reason));
+  const list = facts({
+    Step: call.step,
+    Worker: call.worker || "none",
+    ...(call.micro_batch ? { "Micro-batch": call.micro_batch } : {}),
+    Decision: call.decision || "not recomputed",
+    Sent: bytes(call.up_bytes),
+    Received: bytes(call.down_bytes),
+    "Own overhead": milliseconds(call.overhead_ms),
+    Retries: count(call.retries),
+    Mismatches: count(call.mismatches),
+    Drift: drift(call.drift),
+    ...Object.fromEntries(phasesOf(timeline, bar.call)),
+    ...(call.reason ? { Why: call.reason } : {}),
+  });
   const close = element("button", { type: "button", class: "icon-only quiet", "aria-label": "Close" }, icon("close"));
   close.addEventListener("click", onClose);
   const title = element("h3", {}, call.segment, call.is_fallback ? element("span", { class: "error" }, " fallback") : "");

@@ -1,19 +1,17 @@
-// Wraps uPlot: a chart takes the size of its figure and the page's colours, and has a legend and a text alternative.
+// Charts of areas, lines and bars.
 
-import { colour, drawInTheme, translucent } from "./colour.js";
-import { addCopyButton } from "./copy.js";
-import { element, explain, setText } from "./dom.js";
-import { bytes, clock } from "./format.js";
+import { colour, translucent } from "./colour.js";
+import { element, setText } from "./dom.js";
+import { bytes } from "./format.js";
 import { overTime } from "./link.js";
-import { MarkLayer } from "./marks.js";
+import { Plot, TIME_AXIS } from "./plot.js";
 import { fixedRange } from "./range.js";
-import { TIME_STEPS_S } from "./ticks.js";
 
-const FONT = '11.5px "Inter", system-ui, sans-serif';
-const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 100, 200, 500].map((count) => count * 1024 ** power));
+const STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500];
+const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => STEPS.map((count) => count * 1024 ** power));
 
 /**
- * A chart in a figure, with a button that copies it as an image.
+ * A chart in a figure.
  *
  * @param {HTMLElement} figure receives the legend and the plot
  * @param {object} options
@@ -22,30 +20,16 @@ const BYTE_STEPS = [0, 1, 2, 3, 4, 5].flatMap((power) => [1, 2, 5, 10, 20, 50, 1
  *   `isBytes`: values are bytes, and ticks round numbers of KiB, MiB and so on; `format`: formats any other value;
  *   `x`: "time", with events marked and the range of the page, or the label of the x axis;
  *   `height`; `hasLegend`; `top(max)`: returns the upper end of the scale, given the largest value;
- *   `draw(uplot)`: draws more on top;
+ *   `paint(context, area, chart)`: draws more on top, in CSS pixels;
  *   `link`: how a chart not over time takes part in a shared cursor and in zooming, see link.js;
  *   `xRange()`: returns the [first, last] x values to show, or null for all.
  */
-export class Chart {
+export class Chart extends Plot {
   constructor(figure, options) {
-    const isTime = options.x === "time";
-    this.options = { height: 220, hasLegend: true, format: bytes, ...(isTime ? { link: overTime, xRange: fixedRange } : {}), ...options };
-    this.figure = figure;
-    this.values = [[]];
-    this.plot = element("div", { class: "plot", role: "img", "aria-label": figure.querySelector("figcaption").textContent });
-    this.note = element("p", { class: "empty", hidden: "" });
-    this.legend = element("ul", { class: "legend" });
-    if (this.options.hasLegend) figure.append(this.legend);
-    this.plot.style.minHeight = `${this.options.height}px`;
-    this.plot.append(this.note);
-    figure.append(this.plot);
+    super(figure, options);
+    this.options = { format: bytes, ...(this.link === overTime ? { xRange: fixedRange } : {}), ...options };
+    this.legend.hidden = options.hasLegend === false;
     this.setSeries(options.series ?? []);
-    if (isTime) this.marks = new MarkLayer(this.plot, () => this.#area());
-    this.options.link.cursor.add(this);
-    this.plot.addEventListener("pointerleave", () => this.options.link.cursor.point(null, this));
-    addCopyButton(figure);
-    new ResizeObserver(() => this.#resize()).observe(this.plot);
-    drawInTheme(() => this.#rebuild());
   }
 
   /** Replaces the series, for charts whose series the viewer chooses. */
@@ -56,7 +40,7 @@ export class Chart {
       ...series.map((one) => element("li", { title: one.hint }, swatchOf(one), one.label, element("b"))),
       ...(this.options.legendExtras?.() ?? []),
     );
-    this.#rebuild();
+    this.rebuild();
   }
 
   /**
@@ -65,111 +49,47 @@ export class Chart {
    */
   update(values, description, sentence = "") {
     this.values = values;
-    explain(this.note, sentence);
-    this.plot.toggleAttribute("data-empty", sentence !== "");
-    this.plot.setAttribute("aria-label", sentence || description);
-    this.uplot?.setData(this.#stack());
-    this.#showValues(null);
-  }
-
-  /** Takes the range of x values again, after it has been chosen. */
-  rescale() {
-    this.uplot?.setData(this.uplot.data);
-  }
-
-  /** Shows the cursor where another chart is pointed at. */
-  showCursor(shared) {
-    if (this.uplot === undefined) return;
-    const x = shared === null ? null : this.options.link.from(shared, this.values[0]);
-    const left = x === null ? -10 : this.uplot.valToPos(x, "x");
-    this.isFollowing = true;
-    this.uplot.setCursor({ left: left >= 0 && left <= this.uplot.over.clientWidth ? left : -10, top: 0 });
-    this.isFollowing = false;
-  }
-
-  /** Returns where the plot is within its element, in CSS pixels, and the times at its edges. */
-  #area() {
-    const { uplot } = this;
-    if (uplot === undefined || this.plot.hasAttribute("data-empty")) return null;
-    const { offsetLeft, offsetTop, clientWidth, clientHeight } = uplot.over;
-    return { left: offsetLeft, top: offsetTop, width: clientWidth, height: clientHeight, since: uplot.scales.x.min, until: uplot.scales.x.max };
-  }
-
-  #pointed(u) {
-    this.#showValues(u.cursor.idx ?? null);
-    const { link } = this.options;
-    if (this.isFollowing) return;
-    // New numbers move the cursor of every chart, so only the chart under the pointer speaks for all.
-    if (u.cursor.left >= 0 && u.over.matches(":hover")) link.cursor.point(link.to(u.posToVal(u.cursor.left, "x"), this.values[0]), this);
-  }
-
-  #selected(u) {
-    const { left, width } = u.select;
-    if (width === 0) return;
-    u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-    const [from, to] = [left, left + width].map((x) => this.options.link.to(u.posToVal(x, "x"), this.values[0]));
-    if (from !== null && to !== null && to > from) this.options.link.select(from, to);
+    this.describe(description, sentence);
+    this.draw();
+    this.moved(null);
   }
 
   #isStacked(one) {
     return this.options.stacked && one.kind !== "line";
   }
 
-  #stack() {
+  data() {
     const [x, ...lists] = this.values;
     const sums = new Array(x.length).fill(0);
     return [x, ...lists.map((list, s) => (this.#isStacked(this.series[s]) ? list.map((value, i) => (sums[i] += value ?? 0)) : list))];
   }
 
-  #showValues(index) {
-    if (!this.options.hasLegend) return;
+  /** Shows the values at an index in the legend, or the last ones. */
+  moved(index) {
     const [x, ...lists] = this.values;
     const at = index ?? x.length - 1;
     this.series.forEach((_, i) => setText(this.legend.children[i].lastChild, at >= 0 ? this.options.format(lists[i]?.[at] ?? null) : ""));
   }
 
-  #resize() {
-    const width = this.plot.clientWidth;
-    if (width === 0) return;
-    if (this.uplot === undefined) this.#rebuild();
-    else if (this.uplot.width !== width) this.uplot.setSize({ width, height: this.options.height });
+  paint(context, area) {
+    this.options.paint?.(context, area, this);
   }
 
-  #rebuild() {
-    this.uplot?.destroy();
-    this.uplot = undefined;
-    const width = this.plot.clientWidth;
-    if (width === 0) return; // the observer calls again once there is room
-    this.uplot = new uPlot(this.#configuration(width), this.#stack(), this.plot);
-  }
-
-  #configuration(width) {
+  configuration() {
     const { options, series } = this;
-    const isTime = options.x === "time";
-    const axis = { stroke: colour("faint"), font: FONT, labelFont: FONT, grid: { stroke: colour("grid"), width: 1 }, ticks: { show: false }, border: { show: false } };
-    // Bands are drawn from the top of the stack down; each band covers the lower part of the one drawn before it.
-    const bands = series.flatMap((one, i) => (i > 0 && this.#isStacked(one) ? [{ series: [i + 1, i] }] : []));
+    const steps = { ...TIME_AXIS, label: options.x, space: 56, incrs: [...STEPS, 1000, 2000, 5000, 1e4, 1e5], values: (_, splits) => splits.map((value) => value.toLocaleString("en")) };
     return {
-      width,
-      height: options.height,
-      padding: [10, isTime ? 28 : 14, 0, 0], // half a label of the last tick
-      legend: { show: false },
-      cursor: { y: false, drag: { x: true, y: false, setScale: false, dist: 5 }, points: { show: false } },
       scales: {
         x: { time: false, range: (_, min, max) => this.#horizontal(min, max) },
         y: { range: (_, min, max) => this.#range(min, max) },
       },
       axes: [
-        { ...axis, label: isTime ? "time of day" : options.x, labelSize: 18, size: 24, gap: 6, space: isTime ? 84 : 56, incrs: isTime ? TIME_STEPS_S : [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5], grid: { show: false }, values: (_, splits) => splits.map((value) => (isTime ? clock(value) : value.toLocaleString("en"))) },
-        { ...axis, gap: 8, space: 34, size: fitted, ...(options.isBytes ? { incrs: BYTE_STEPS } : {}), values: (_, splits) => splits.map((value) => rounded(options.format(value))) },
+        options.x === "time" ? TIME_AXIS : steps,
+        { gap: 8, space: 34, size: fitted, ...(options.isBytes ? { incrs: BYTE_STEPS } : {}), values: (_, splits) => splits.map((value) => rounded(options.format(value))) },
       ],
-      bands,
-      series: [{}, ...series.map((one) => this.#seriesOf(one))],
-      hooks: {
-        setCursor: [(u) => this.#pointed(u)],
-        setSelect: [(u) => this.#selected(u)],
-        draw: [(u) => options.draw?.(u), () => this.marks?.place()],
-      },
+      // Bands are drawn from the top of the stack down; each band covers the lower part of the one drawn before it.
+      bands: series.flatMap((one, i) => (i > 0 && this.#isStacked(one) ? [{ series: [i + 1, i] }] : [])),
+      series: series.map((one) => this.#seriesOf(one)),
     };
   }
 

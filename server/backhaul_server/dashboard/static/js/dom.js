@@ -86,21 +86,17 @@ export function explain(paragraph, sentence) {
 }
 
 /**
- * Sets the options of a select: `[value, text]`, or `{label, options}` for a group. The chosen option stays chosen as
- * long as it exists. Returns the value of the chosen option.
+ * Sets the options of a select: `[value, text]`, or `{label, options}` for a group. Chooses the wanted one if it exists, or
+ * else the first. Returns the value of the chosen option.
  */
-export function setOptions(select, options) {
+export function setOptions(select, options, wanted) {
   const signature = JSON.stringify(options);
-  if (select.dataset.options === signature) return select.value;
-  const chosen = select.value;
   const option = ([value, text]) => element("option", { value }, text);
-  select.replaceChildren(
-    ...options.map((entry) =>
-      Array.isArray(entry) ? option(entry) : element("optgroup", { label: entry.label }, ...entry.options.map(option)),
-    ),
-  );
+  const made = (entry) => (Array.isArray(entry) ? option(entry) : element("optgroup", { label: entry.label }, ...entry.options.map(option)));
+  if (select.dataset.options !== signature) select.replaceChildren(...options.map(made));
   select.dataset.options = signature;
-  if ([...select.options].some((known) => known.value === chosen)) select.value = chosen;
+  if (select.value !== wanted) select.value = wanted;
+  if (select.selectedIndex < 0) select.selectedIndex = 0;
   return select.value;
 }
 

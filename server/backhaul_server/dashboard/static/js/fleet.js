@@ -5,9 +5,8 @@ import { byId, element } from "./dom.js";
 import { ago, bytes, bytesOf, count, date, drift, duration, NONE, percent } from "./format.js";
 import { LocalPages } from "./pages.js";
 import { inScope, nameWithRank, onScope } from "./scope.js";
-import { facts, meter, stateOf as stateNode, sub, Table } from "./table.js";
+import { facts, meter, stateOf, sub, Table } from "./table.js";
 
-const UNHEARD_S = 3;
 const ROWS_OF_A_PAGE = 50;
 const STATES = ["unreachable", "draining", "serving"]; // the order by state: what needs attention first
 let workers = null;
@@ -17,14 +16,9 @@ let pagesOfSessions = null;
 let last = null; // the last live event
 let nowS = 0;
 
-/** A worker that has not answered for three seconds counts as unreachable, whatever state it last reported. */
-export function stateOf(worker, atS) {
-  return worker.state === "serving" && atS - worker.seen_at_s > UNHEARD_S ? "unreachable" : worker.state;
-}
-
 /** Whether the last numbers of a worker are those of now. */
 function isCurrent(worker) {
-  return stateOf(worker, nowS) !== "unreachable";
+  return worker.state !== "unreachable";
 }
 
 /** Returns the dashboard's time of the last live event, in seconds since 1970; 0 before the first. */
@@ -46,7 +40,7 @@ export function ageOf(worker) {
 /** Returns the state of a worker, what is wrong with it, and how old its numbers are if they are not those of now. */
 function stateCell(worker) {
   const isOld = !isCurrent(worker) && worker.seen_at_s > 0;
-  return [stateNode(stateOf(worker, nowS)), sub(worker.error || worker.last_error, "errors"), sub(isOld ? `its numbers are ${duration(nowS - worker.seen_at_s)} old` : "")];
+  return [stateOf(worker.state), sub(worker.error || worker.last_error, "errors"), sub(isOld ? `its numbers are ${duration(nowS - worker.seen_at_s)} old` : "")];
 }
 
 /** Returns a share of a worker as a bar, and below it when it was measured if that is not now. */
@@ -89,7 +83,7 @@ function measured(column) {
 /** The columns of workers. `by(worker)` is the value that a column sorts by: a number, or null where there is none. */
 const WORKERS = [
   { title: "Worker", sort: "address", by: (worker) => worker.address, isText: true, cell: (worker) => worker.address },
-  { title: "State", sort: "state", by: (worker) => STATES.indexOf(stateOf(worker, nowS)), isText: true, className: "wrap", cell: stateCell },
+  { title: "State", sort: "state", by: (worker) => STATES.indexOf(worker.state), isText: true, className: "wrap", cell: stateCell },
   { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: heartbeat, hint: "When the worker last answered" },
   measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, cell: memoryCell, hint: "Share of the worker's budget that is in use, the cache included" }),
   measured({ title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" }),
@@ -147,7 +141,7 @@ function show() {
   if (last === null) return;
   nowS = last.overview.at_s;
   byId("workers").classList.toggle("has-gpu", last.workers.some((worker) => worker.accelerator));
-  workers.showSort(state("workers"), state("workers-order") === "down");
+  workers.showSort();
   workers.update(
     pagesOfWorkers.of(ordered(last.workers.filter(isWanted))),
     last.workers.length ? "No worker matches. Choose another word." : "No worker is being watched. Start the dashboard with --worker ADDRESS.",
@@ -162,7 +156,7 @@ function show() {
 /** Whether a worker contains the text of the filter: in what its row shows, or in what tells machines apart. */
 function isWanted(worker) {
   const wanted = state("workers-filter").toLowerCase();
-  const texts = [worker.address, stateOf(worker, nowS), worker.error, worker.last_error, worker.device, worker.version, worker.accelerator?.name ?? ""];
+  const texts = [worker.address, worker.state, worker.error, worker.last_error, worker.device, worker.version, worker.accelerator?.name ?? ""];
   return wanted === "" || texts.some((text) => text.toLowerCase().includes(wanted));
 }
 
@@ -194,8 +188,8 @@ export function goToWorker(address) {
 export function startFleet() {
   workers = new Table(byId("workers"), WORKERS, (worker) => worker.address, {
     details: workerDetails,
-    level: (worker) => (stateOf(worker, nowS) === "unreachable" ? "bad" : null),
-    onSort: (field) => change({ workers: field, "workers-order": state("workers") === field && state("workers-order") === "" ? "down" : "" }),
+    level: (worker) => (isCurrent(worker) ? null : "bad"),
+    sortedBy: ["workers", "workers-order"],
   });
   sessions = new Table(byId("sessions"), SESSIONS, (session) => `${session.worker}\n${session.run}\n${session.trainer}`);
   pagesOfWorkers = new LocalPages(workers, "workers", ROWS_OF_A_PAGE, show);

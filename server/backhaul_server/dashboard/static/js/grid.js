@@ -6,13 +6,15 @@ import { element } from "./dom.js";
 import { clock, date, percent } from "./format.js";
 import { STATES } from "./table.js";
 
-const EDGE = { right: 12, top: 18, bottom: 26 }; // on top there is room for the marks of events
+const AROUND = 44; // pixels above and below the rows, for the marks of events and the axis
 const FEWEST_ROWS = 4; // have room for a sentence where there is nothing to show
 const ROWS = { highest: 24, lowest: 9, wanted: 620 };
 const GLYPHS = { good: "●", warn: "▲", bad: "✕" };
 
 export class GridMap extends CellMap {
-  isEmpty = true;
+  down = 1;
+  timeAxis = { label: null, size: 26 };
+  labels = { size: (u) => (u.width < 480 ? 92 : 138), values: () => [] };
 
   /**
    * @param {HTMLElement} figure receives the map
@@ -22,65 +24,54 @@ export class GridMap extends CellMap {
   constructor(figure, field, onPick) {
     super(figure, {
       attributes: { role: "application", "aria-roledescription": "heat map" },
-      plotClass: "plot grid-plot",
       weakest: 0.06,
-      legend: (scale) => [element("li", {}, element("b", {}, "0 %"), scale, element("b", {}, "100 %")), element("li", {}, "no cell: no answer")],
+      legend: (shades) => [element("li", {}, element("b", {}, "0 %"), shades, element("b", {}, "100 %")), element("li", {}, "no cell: no answer")],
     });
     this.field = field;
     this.onPick = onPick;
-    this.title = figure.querySelector("figcaption").textContent;
-    this.canvas.addEventListener("click", (event) => {
-      const wasDragged = this.wasDragged;
-      this.wasDragged = false;
-      const worker = this.fleet?.workers[Math.floor((event.offsetY - EDGE.top) / this.rowHeight)];
-      if (worker && !wasDragged) this.onPick(worker.address);
+    this.plot.addEventListener("click", (event) => {
+      const area = this.area();
+      const row = area && Math.floor((event.clientY - this.plot.getBoundingClientRect().top - area.top) / this.sizeIn(area)[1]);
+      if (this.workers[row]) this.onPick(this.workers[row].address);
     });
   }
 
   update(fleet, sentence) {
     const { workers } = fleet;
-    this.fleet = fleet;
-    this.columns = fleet.at_s.length;
-    this.isEmpty = workers.length === 0 || this.columns < 2;
-    this.rows = [0, workers.length - 1];
-    this.rowHeight = Math.max(ROWS.lowest, Math.min(ROWS.highest, Math.floor(ROWS.wanted / Math.max(1, workers.length))));
-    this.canvas.style.height = `${EDGE.top + Math.max(sentence ? FEWEST_ROWS : 1, workers.length) * this.rowHeight + EDGE.bottom}px`;
+    this.workers = workers;
+    const rowHeight = Math.max(ROWS.lowest, Math.min(ROWS.highest, Math.floor(ROWS.wanted / Math.max(1, workers.length))));
+    this.height = AROUND + Math.max(sentence ? FEWEST_ROWS : 1, workers.length) * rowHeight;
     const answering = workers.filter((worker) => worker.state !== "unreachable");
     const now = answering.map((worker) => worker[this.field].at(-1)).filter((share) => share !== null && share !== undefined);
     const mean = now.length ? now.reduce((sum, share) => sum + share, 0) / now.length : null;
     const most = now.length ? Math.max(...now) : null;
     const missing = workers.length - answering.length;
     const without = missing > 0 ? `, without the ${missing} that ${missing === 1 ? "is" : "are"} unreachable` : "";
-    this.describe(`${this.title} of ${workers.length} workers: now ${percent(mean)} in the mean, ${percent(most)} at most${without}. Arrow keys read cells, Enter shows the worker.`, sentence);
-    this.draw();
-  }
-
-  get times() {
-    const { at_s: at } = this.fleet;
-    return [at[0], at.at(-1) + (at[1] - at[0])];
-  }
-
-  area() {
-    const left = this.canvas.clientWidth < 480 ? 92 : 138;
-    return { left, top: EDGE.top, width: this.canvas.clientWidth - left - EDGE.right, height: this.fleet.workers.length * this.rowHeight };
+    // The last interval is left out while it is so young that some worker which answers has no value in it yet.
+    const isYoung = fleet.at_s.length > 1 && workers.some((worker) => worker.state === "serving" && worker[this.field].at(-1) === null);
+    super.update(
+      fleet,
+      { rows: [0, workers.length - 1], last: fleet.at_s.length - (isYoung ? 2 : 1) },
+      `${this.caption} of ${workers.length} workers: now ${percent(mean)} in the mean, ${percent(most)} at most${without}. Arrow keys read cells, Enter shows the worker.`,
+      sentence,
+    );
   }
 
   strength(column, row) {
-    return this.fleet.workers[row][this.field][column];
+    return this.workers[row][this.field][column];
   }
 
-  drawUnder(context, { left, top, width }) {
+  paint(context, area) {
+    const [cellWidth, rowHeight] = this.sizeIn(area);
     context.fillStyle = colour("raised");
-    this.fleet.workers.forEach((_, row) => context.fillRect(left, top + row * this.rowHeight, width, this.rowHeight - 1));
-  }
-
-  drawMore(context, area, [cellWidth]) {
+    this.workers.forEach((_, row) => context.fillRect(area.left, area.top + row * rowHeight, area.width, rowHeight - 1));
+    super.paint(context, area);
     context.textBaseline = "middle";
-    this.fleet.workers.forEach((worker, row) => {
-      const y = area.top + (row + 0.5) * this.rowHeight;
-      this.#drawAge(context, worker, area, y, cellWidth);
-      const isPointed = this.cursor?.[1] === row;
-      context.font = `${isPointed ? "600 " : ""}${Math.min(12, this.rowHeight - 1)}px Inter, system-ui, sans-serif`;
+    this.workers.forEach((worker, row) => {
+      const y = area.top + (row + 0.5) * rowHeight;
+      this.#drawAge(context, worker, area, y, cellWidth, rowHeight);
+      const isPointed = this.cell?.[1] === row;
+      context.font = `${isPointed ? "600 " : ""}${Math.min(12, rowHeight - 1)}px Inter, system-ui, sans-serif`;
       const [, level] = STATES[worker.state];
       context.fillStyle = colour(level);
       context.textAlign = "left";
@@ -91,25 +82,24 @@ export class GridMap extends CellMap {
   }
 
   /** Writes when an unreachable worker last answered where its row has no cells up to now, if there is room. */
-  #drawAge(context, worker, { left, width }, y, cellWidth) {
-    const text = worker.seen_at_s <= this.times[1] ? lastAnswer(worker) : "";
-    const blank = worker[this.field].length - 1 - worker[this.field].findLastIndex((share) => share !== null);
-    context.font = `${Math.min(11.5, this.rowHeight - 1)}px Inter, system-ui, sans-serif`;
+  #drawAge(context, worker, { left, width, until }, y, cellWidth, rowHeight) {
+    const text = worker.seen_at_s <= until ? lastAnswer(worker) : "";
+    const blank = this.columns[1] - worker[this.field].findLastIndex((share) => share !== null);
+    context.font = `${Math.min(11.5, rowHeight - 1)}px Inter, system-ui, sans-serif`;
     context.fillStyle = colour("faint");
     context.textAlign = "right";
     if (text && context.measureText(text).width <= blank * cellWidth - 12) context.fillText(text, left + width - 6, y);
   }
 
-  text() {
-    const [column, row] = this.cursor;
-    const worker = this.fleet.workers[row];
+  text(column, row) {
+    const worker = this.workers[row];
     const share = worker[this.field][column];
     const state = [worker.state, lastAnswer(worker)].filter(Boolean).join(", ");
-    return `${worker.address} (${state})\n${clock(this.fleet.at_s[column])}: ${share === null ? "no answer" : percent(share)}`;
+    return `${worker.address} (${state})\n${clock(this.times.at_s[column])}: ${share === null ? "no answer" : percent(share)}`;
   }
 
   onKey(event) {
-    if (event.key === "Enter" && !this.isEmpty) this.onPick(this.fleet.workers[this.cursor?.[1] ?? 0].address);
+    if (event.key === "Enter" && this.area() !== null) this.onPick(this.workers[this.cell?.[1] ?? 0].address);
     else super.onKey(event);
   }
 }

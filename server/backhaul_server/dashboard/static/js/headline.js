@@ -1,7 +1,6 @@
 // The headline: tiles and alerts, updated by each live event.
 
 import { byId, element, icon, setAttribute, setText, show } from "./dom.js";
-import { stateOf } from "./fleet.js";
 import { ago, bytes, count, duration, NONE, percent, runName, threeDigits } from "./format.js";
 import { nameWithRank, runOf } from "./scope.js";
 
@@ -28,15 +27,15 @@ function partsOf(overview) {
 }
 
 /** Returns how many workers are in each state other than serving, in words, and how bad that is. */
-function missingOf(workers, nowS) {
-  const states = workers.map((worker) => stateOf(worker, nowS)).filter((one) => one !== "serving");
+function missingOf(workers) {
+  const states = workers.map((worker) => worker.state).filter((one) => one !== "serving");
   const counts = [...new Set(states)].sort().reverse().map((one) => `${count(states.filter((other) => other === one).length)} ${one}`);
   return [counts.join(", "), states.includes("unreachable") ? "bad" : "warn"];
 }
 
 /** Returns what the numbers in the tiles cover: a worker that is unreachable is left out of what is true now. */
-function scopeOf(workers, nowS) {
-  const answering = workers.filter((worker) => stateOf(worker, nowS) !== "unreachable").length;
+function scopeOf(workers) {
+  const answering = workers.filter((worker) => worker.state !== "unreachable").length;
   if (answering === workers.length) return "Now, over all workers and runs";
   if (answering === 0) return "No worker answers now";
   return `Now, over all runs and ${answering === 1 ? "the only worker that answers" : `the ${count(answering)} workers that answer`}`;
@@ -44,13 +43,13 @@ function scopeOf(workers, nowS) {
 
 /** Shows the numbers of a live event in the tiles. */
 export function showOverview({ overview, workers, sessions: open }) {
-  setText(byId("tiles-head"), scopeOf(workers, overview.at_s));
+  setText(byId("tiles-head"), scopeOf(workers));
   const missing = overview.workers - overview.healthy_workers;
-  const [states, level] = missingOf(workers, overview.at_s);
+  const [states, level] = missingOf(workers);
   tile(
     "workers",
     [count(overview.healthy_workers), `of ${count(overview.workers)}`],
-    missing > 0 ? states || `${count(missing)} not healthy` : "all healthy",
+    missing > 0 ? states : "all healthy",
     missing > 0 ? level : null,
   );
   const unheard = lastKnown(overview, overview.heard_at_s, "no worker has answered yet");

@@ -1,40 +1,48 @@
 // The lanes of the timeline: which part of it is visible, and which bar is at a position or next to another.
 
 import { milliseconds } from "./format.js";
-import { FOOT, layOut, microBatchesOf } from "./lanes_layout.js";
-import { GUTTER, paintLanes, RIGHT } from "./lanes_paint.js";
+import { layOut, microBatchesOf } from "./lanes_layout.js";
+import { GUTTER, paintLanes } from "./lanes_paint.js";
+import { overTime } from "./link.js";
+import { Plot, TIME_AXIS } from "./plot.js";
+import { hideTip, showTip } from "./tip.js";
 
 const SHORTEST_MS = 0.5;
+const EMPTY_HEIGHT = 120;
+const AXIS = 42; // pixels below the rows
 
-export class Lanes {
+export class Lanes extends Plot {
+  timeline = null;
+  byMicroBatch = false;
+  layout = { rows: [], heads: [], workers: [], rowHeight: 0, height: EMPTY_HEIGHT };
+  view = { start: 0, end: 1 }; // in milliseconds since the start of the timeline
+  picked = null; // a span
+  hovered = null;
+
   /**
-   * @param {HTMLCanvasElement} canvas is drawn on
+   * @param {HTMLElement} figure receives the lanes
    * @param {(run: object) => string} titleOf returns the line above the lanes of a run, where there are several
-   * @param {() => void} onDraw called after each drawing
+   * @param {() => void} onZoom called before the viewer changes what is visible
    */
-  constructor(canvas, titleOf, onDraw) {
-    this.canvas = canvas;
+  constructor(figure, titleOf, onZoom) {
+    const to = (ms) => this.timeline.begins_at_s + ms / 1000;
+    const from = (atS) => (this.timeline === null ? null : (atS - this.timeline.begins_at_s) * 1000);
+    super(figure, {
+      height: EMPTY_HEIGHT,
+      link: { ...overTime, to, from, select: (since, until) => this.#see(from(since), from(until)) },
+      attributes: { tabindex: "0", role: "application", "aria-roledescription": "timeline" },
+    });
     this.titleOf = titleOf;
-    this.onDraw = onDraw;
-    this.timeline = null;
-    this.byMicroBatch = false;
-    this.layout = { rows: [], heads: [], workers: [], rowHeight: 0, height: 0 };
-    this.view = { start: 0, end: 1 }; // in milliseconds since the start of the timeline
-    this.picked = null; // a span
-    this.pointed = null;
+    this.onZoom = onZoom;
+    this.plot.addEventListener("wheel", (event) => this.#onWheel(event), { passive: false });
   }
 
   /** Shows a timeline, all of it. */
   show(timeline) {
     this.timeline = timeline;
-    this.pointed = null;
+    this.hovered = null;
     this.picked = null;
     this.fit();
-    this.#layOut();
-  }
-
-  fit() {
-    this.view = { start: 0, end: Math.max(SHORTEST_MS, this.timeline?.duration_ms ?? 1) };
   }
 
   /** Groups bars by micro-batch instead of by phase, if there are any. */
@@ -44,8 +52,9 @@ export class Lanes {
   }
 
   #layOut() {
+    const isEmpty = this.timeline.spans.length === 0;
     this.layout = layOut(this.timeline, this.byMicroBatch, this.titleOf);
-    this.canvas.style.height = `${this.layout.height}px`;
+    this.height = isEmpty ? EMPTY_HEIGHT : this.layout.height + AXIS;
     this.draw();
   }
 
@@ -58,55 +67,78 @@ export class Lanes {
     return this.workers.length > 1 || (this.byMicroBatch && microBatchesOf(this.timeline).length > 0);
   }
 
-  /** Returns where the bars are on the canvas, in pixels, and the visible times in seconds since 1970. */
-  area() {
-    if (this.timeline === null || this.timeline.steps.length === 0) return null;
-    const begins = this.timeline.begins_at_s;
-    return { left: GUTTER, top: 0, width: this.scale().width, height: this.layout.height - FOOT + 4, since: begins + this.view.start / 1000, until: begins + this.view.end / 1000 };
+  data() {
+    return this.timeline === null ? [[], []] : [[this.view.start, this.view.end], [0, 1]];
   }
 
-  /** Returns the width of the bars' part in pixels, and its pixels per millisecond. */
-  scale() {
-    const width = this.canvas.clientWidth - GUTTER - RIGHT;
-    return { width, perMs: width / (this.view.end - this.view.start) };
+  configuration() {
+    return {
+      padding: [0, 28, 0, 0],
+      scales: { x: { time: false, range: (_, start, end) => [start ?? 0, end ?? 1] }, y: { range: () => [0, 1] } },
+      axes: [
+        { ...TIME_AXIS, label: "time since the start of the first step", space: 100, incrs: undefined, values: (_, splits) => splits.map((ms) => tick(ms)) },
+        { size: GUTTER, grid: { show: false }, values: () => [] },
+      ],
+      series: [{ paths: () => null, points: { show: false } }],
+    };
   }
 
-  /** Returns the position of a time, in pixels from the left. */
-  x(ms) {
-    return GUTTER + (ms - this.view.start) * this.scale().perMs;
+  paint(context, area) {
+    paintLanes(context, this, area);
   }
 
-  /** Zooms by a factor around a position, in pixels from the left, or around the middle. */
-  zoom(factor, x = null) {
+  /** Shows all of the timeline. */
+  fit() {
+    this.view = { start: 0, end: Math.max(SHORTEST_MS, this.timeline.duration_ms) };
+    this.#layOut();
+  }
+
+  /** Zooms by a factor around a share of the visible part. */
+  zoom(factor, share = 0.5) {
     const { start, end } = this.view;
-    const share = x === null ? 0.5 : Math.min(1, Math.max(0, (x - GUTTER) / this.scale().width));
     const length = Math.min(this.timeline.duration_ms, Math.max(SHORTEST_MS, (end - start) / factor));
-    this.#moveTo(start + (end - start - length) * share, length);
+    const first = start + (end - start - length) * share;
+    this.#see(first, first + length);
   }
 
-  /** Zooms to what is between two positions, in pixels from the left. */
-  zoomTo(left, right) {
-    const [from, to] = [left, right].map((x) => this.view.start + (Math.max(GUTTER, x) - GUTTER) / this.scale().perMs);
-    this.#moveTo(from, Math.max(SHORTEST_MS, to - from));
-  }
-
-  /** Moves the view by this number of pixels. */
-  pan(pixels) {
-    this.#moveTo(this.view.start + pixels / this.scale().perMs, this.view.end - this.view.start);
-  }
-
-  #moveTo(start, length) {
-    const first = Math.max(0, Math.min(start, this.timeline.duration_ms - length));
-    this.view = { start: first, end: first + length };
+  /** Makes what is between two times visible, in milliseconds since the start of the timeline. */
+  #see(from, to) {
+    this.onZoom();
+    const length = Math.max(SHORTEST_MS, to - from);
+    const start = Math.max(0, Math.min(from, this.timeline.duration_ms - length));
+    this.view = { start, end: start + length };
     this.draw();
   }
 
-  /** Returns the bar at a position of the canvas, null if there is none. */
-  at(x, y) {
+  /** The wheel moves sideways, and with Ctrl it zooms; else it scrolls the page. */
+  #onWheel(event) {
+    const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
+    const area = this.area();
+    if (area === null || (!event.ctrlKey && !event.metaKey && !isSideways)) return;
+    event.preventDefault();
+    const { start, end } = this.view;
+    const moved = (event.deltaX / area.width) * (end - start);
+    if (isSideways) this.#see(start + moved, end + moved);
+    else this.zoom(event.deltaY < 0 ? 1.2 : 1 / 1.2, Math.min(1, Math.max(0, this.uplot.cursor.left / area.width)));
+  }
+
+  /** Names the bar at the pointer. */
+  pointed(cursor) {
+    const bar = cursor !== null && cursor.event.buttons === 0 ? this.atPointer : null;
+    if (bar === null) hideTip();
+    else showTip(cursor.event, describe(bar));
+    if (bar === this.hovered) return;
+    this.hovered = bar;
+    this.uplot.redraw(false);
+  }
+
+  /** The bar at the pointer, null if there is none. */
+  get atPointer() {
+    const { left: x, top: y } = this.uplot.cursor;
     const row = this.layout.rows.find((one) => y >= one.y && y < one.y + this.layout.rowHeight);
-    if (!row || x < GUTTER) return null;
-    const ms = this.view.start + (x - GUTTER) / this.scale().perMs;
-    const slack = 1.5 / this.scale().perMs; // thin bars can be hit too
+    if (!row || x < 0) return null;
+    const ms = this.uplot.posToVal(x, "x");
+    const slack = this.uplot.posToVal(x + 1.5, "x") - ms; // thin bars can be hit too
     const near = row.bars.filter((bar) => ms >= bar.start_ms - slack && ms <= bar.start_ms + bar.duration_ms + slack);
     return near.find((bar) => ms >= bar.start_ms && ms <= bar.start_ms + bar.duration_ms) ?? near[0] ?? null;
   }
@@ -126,28 +158,26 @@ export class Lanes {
     return other.bars.reduce((best, bar) => (distance(bar) < distance(best) ? bar : best));
   }
 
-  /** Moves the view so that it shows a bar. */
-  reveal(bar) {
-    const length = this.view.end - this.view.start;
-    if (bar.start_ms < this.view.start || bar.start_ms + Math.min(bar.duration_ms, length) > this.view.end) {
-      this.#moveTo(bar.start_ms + bar.duration_ms / 2 - length / 2, length);
+  /** Picks a bar, or none, and moves the view so that it shows the bar. */
+  pick(bar) {
+    this.picked = bar;
+    const { start, end } = this.view;
+    const length = end - start;
+    if (bar !== null && (bar.start_ms < start || bar.start_ms + Math.min(bar.duration_ms, length) > end)) {
+      const first = bar.start_ms + bar.duration_ms / 2 - length / 2;
+      this.#see(first, first + length);
+    } else {
+      this.draw();
     }
-  }
-
-  draw() {
-    const { canvas } = this;
-    if (canvas.clientWidth === 0 || this.timeline === null) return;
-    const ratio = devicePixelRatio;
-    canvas.width = Math.round(canvas.clientWidth * ratio);
-    canvas.height = Math.round(this.layout.height * ratio);
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    paintLanes(context, this);
-    this.onDraw();
   }
 }
 
 /** Describes a bar in words. */
 export function describe(bar) {
   return `${bar.segment}\n${bar.lane}${bar.worker ? ` on ${bar.worker}` : ""}: ${milliseconds(bar.duration_ms)}, from ${milliseconds(bar.start_ms)}`;
+}
+
+/** Formats a tick: "0 ms", "12.5 ms", "1.25 s". */
+function tick(ms) {
+  return ms < 1000 ? `${Number(ms.toFixed(3))} ms` : `${Number((ms / 1000).toFixed(6))} s`;
 }

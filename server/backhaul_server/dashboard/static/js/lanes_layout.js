@@ -14,7 +14,7 @@ const COMPUTING = new Set(["forward", "trainer", "recompute", "backward"]);
 const LOWEST_ROW = 19;
 const LOWEST_ROW_OF_MANY = 11; // of several runs, whose rows would else fill screens
 const HIGHEST_ROW = 28;
-const WANTED_HEIGHT = 440;
+const WANTED_HEIGHT = 400;
 const ROW_GAP = 2;
 const LANE_GAP = 7;
 const MOST_ROWS = 40; // with more, the workers of a lane share rows
@@ -24,9 +24,6 @@ export const HEAD = 22;
 
 /** Height of the line with the title of a run, where there are several. */
 export const RUN_HEAD = 24;
-
-/** Height of the axis, below all rows. */
-export const FOOT = 40;
 
 /** Returns the micro-batches of a timeline, from 1; none if its steps have no accumulation block. */
 export function microBatchesOf(timeline) {
@@ -39,7 +36,7 @@ export function microBatchesOf(timeline) {
  * @param {boolean} byMicroBatch whether to group bars by micro-batch instead of by phase, if there are any
  * @param {(run: object) => string} titleOf returns the line above the rows of a run, where there are several
  * @returns {object} `rows`: [{label, worker, y, bars}], where `worker` is an index in `workers`, or -1 for several or none;
- *   `heads`: [{title, y}] of several runs; `workers`: their addresses; `rowHeight` and `height` of all
+ *   `heads`: [{title, y}] of several runs; `workers`: their addresses; `rowHeight`; and `height` of all, without the axis
  */
 export function layOut(timeline, byMicroBatch, titleOf) {
   const { spans, runs } = timeline;
@@ -115,7 +112,7 @@ function stack(parts) {
   const isOfMany = parts.length > 1;
   const rows = parts.flatMap((part) => part.rows);
   const gap = isOfMany ? 0 : LANE_GAP - ROW_GAP;
-  const room = WANTED_HEIGHT - HEAD - FOOT - rows.filter((row) => row.label).length * gap;
+  const room = WANTED_HEIGHT - HEAD - rows.filter((row) => row.label).length * gap;
   const lowest = isOfMany ? LOWEST_ROW_OF_MANY : LOWEST_ROW;
   const rowHeight = Math.round(Math.min(HIGHEST_ROW, Math.max(lowest, room / Math.max(1, rows.length) - ROW_GAP)));
   const heads = [];
@@ -131,5 +128,5 @@ function stack(parts) {
       y += rowHeight + ROW_GAP;
     });
   }
-  return { rows, heads, rowHeight, height: y + LANE_GAP - ROW_GAP + FOOT };
+  return { rows, heads, rowHeight, height: y + LANE_GAP };
 }

@@ -3,9 +3,9 @@
 import { bind, change, offer, onChange, state } from "./address.js";
 import { Chart } from "./chart.js";
 import { LANE_COLOURS } from "./colour.js";
-import { byId, element, setText } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { count, milliseconds, threeDigits } from "./format.js";
-import { heatMap } from "./heat.js";
+import { HeatMap } from "./heat.js";
 import { overTimedSteps } from "./link.js";
 import { ask, Poll } from "./poll.js";
 import { onRange, rangeBounds, rangeQuery } from "./range.js";
@@ -37,7 +37,7 @@ const MEANINGS = {
   FetchSources: "fetch values that segments made",
   PutReports: "report steps and calls",
 };
-const heat = heatMap();
+const heat = new HeatMap(byId("heat"));
 let times = []; // when each step of the chart of phases began
 const phases = new Chart(byId("phases"), {
   stacked: true,
@@ -62,8 +62,7 @@ function showPhases(all) {
   const isKept = shown !== undefined || state("run") === "";
   const lists = PHASES.map(({ field }) => shown?.[`${field}_ms`] ?? []);
   const isEmpty = !shown || shown.step.length === 0;
-  const caption = byId("phases").querySelector("figcaption");
-  setText(caption, shown ? `Remote time of a step by phase, run ${nameWithRank(shown.run)}` : "Remote time of a step by phase");
+  phases.caption = shown ? `Remote time of a step by phase, run ${nameWithRank(shown.run)}` : "Remote time of a step by phase";
   times = shown?.at_s ?? [];
   phases.update(
     [shown?.step ?? [], ...lists],

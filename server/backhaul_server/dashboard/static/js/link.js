@@ -1,12 +1,35 @@
-// How charts take part in the shared cursors and in zooming: `to` and `from` translate between x values and what is
-// shared, given the x values of the chart's points, and `select` is called with the shared values of a dragged part.
+// How plots take part in a shared cursor and in zooming: `cursor` is what they share, a time or a step; `to` and `from`
+// translate between it and x values, given those of the plot's points; `select` is called with the shared values of a
+// dragged part; and `isTimed` says that events can be marked, because all x values have times.
 
 import { change } from "./address.js";
-import { stepCursor, timeCursor } from "./cursor.js";
 import { chooseRange } from "./range.js";
 
-/** For charts over time. */
-export const overTime = { cursor: timeCursor, to: (x) => x, from: (atS) => atS, select: chooseRange };
+/** A position that plots share: what is pointed at in one of them is marked at the same place in the others. */
+class Cursor {
+  plots = new Set();
+  value = null;
+
+  /** Has `showCursor(value)` of a plot called when another one is pointed at, with null when none is. */
+  add(plot) {
+    this.plots.add(plot);
+  }
+
+  /** Moves the cursor of all plots other than the one that is pointed at; null removes it. */
+  point(value, source) {
+    if (value === this.value) return;
+    this.value = value;
+    for (const plot of this.plots) {
+      if (plot !== source) plot.showCursor(value);
+    }
+  }
+}
+
+const timeCursor = new Cursor();
+const stepCursor = new Cursor();
+
+/** For charts over time, in seconds since 1970. */
+export const overTime = { cursor: timeCursor, to: (x) => x, from: (atS) => atS, select: chooseRange, isTimed: true };
 
 /** For the charts that compare runs: they share steps, because the runs were at other times. */
 export const overSteps = {
@@ -34,5 +57,5 @@ export function overTimedSteps(times) {
     const isOver = last === at.length - 1 && last > 0 && atS - at[last] > 2 * (at[last] - at[last - 1]);
     return last < 0 || isOver ? null : steps[last];
   };
-  return { cursor: timeCursor, to, from, select: chooseRange };
+  return { ...overTime, to, from, isTimed: false };
 }

@@ -56,13 +56,9 @@ export class MarkLayer {
     const signature = JSON.stringify([area, wanted.map((cluster) => [cluster.at_s, cluster.events.length])]);
     if (signature === this.signature) return;
     this.signature = signature;
-    hideOwnTip(this.host);
+    if (this.host.matches(":hover")) hideTip(); // of a mark that goes
     this.host.replaceChildren(...wanted.map((cluster) => markOf(cluster, area, perS)));
   }
-}
-
-function hideOwnTip(host) {
-  if (host.matches(":hover")) hideTip();
 }
 
 function markOf(cluster, area, perS) {

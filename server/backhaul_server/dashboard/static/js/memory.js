@@ -3,7 +3,7 @@
 import { bind, change, onChange, state } from "./address.js";
 import { Chart, swatchOf } from "./chart.js";
 import { colour } from "./colour.js";
-import { byId, element, setOptions, setText } from "./dom.js";
+import { byId, element, setOptions } from "./dom.js";
 import { ageOf, timeOfNumbers, workerAt } from "./fleet.js";
 import { bytes, count, date } from "./format.js";
 import { ask, Poll } from "./poll.js";
@@ -40,7 +40,7 @@ const held = new Chart(byId("memory-held"), {
   x: "time",
   height: 250,
   top: (max) => (shown && showsBudget(max) ? Math.max(max, shown.budget_bytes) : max),
-  draw: drawBudgetAndMarks,
+  paint: paintBudgetAndMarks,
   legendExtras: () => [
     element("li", { id: "memory-budget-key", title: "The most memory that the worker may use, set by --memory" }),
     element("li", { id: "memory-evictions", title: "Cached tensors that made room" }),
@@ -60,35 +60,27 @@ function showsBudget(max) {
 }
 
 /** Draws a dashed line at the budget, and a shape at the upper edge for each eviction or refusal. */
-function drawBudgetAndMarks(u) {
+function paintBudgetAndMarks(context, { left, top, width, since, until }, { uplot }) {
   if (shown === null) return;
-  const { ctx } = u;
-  const { left, top, width, height } = u.bbox;
-  const ratio = devicePixelRatio;
-  ctx.save();
-  const y = u.valToPos(shown.budget_bytes, "y", true);
-  ctx.strokeStyle = ctx.fillStyle = colour("bad");
-  ctx.lineWidth = 1.5 * ratio;
-  ctx.font = `${11.5 * ratio}px Inter, system-ui, sans-serif`;
-  ctx.textAlign = "right";
-  if (y >= top && shown.budget_bytes > 0) {
-    ctx.setLineDash([6 * ratio, 4 * ratio]);
-    ctx.beginPath();
-    ctx.moveTo(left, y);
-    ctx.lineTo(left + width, y);
-    ctx.stroke();
+  const y = uplot.valToPos(shown.budget_bytes, "y");
+  context.strokeStyle = colour("bad");
+  context.lineWidth = 1.5;
+  if (y >= 0 && shown.budget_bytes > 0) {
+    context.setLineDash([6, 4]);
+    context.beginPath();
+    context.moveTo(left, top + y);
+    context.lineTo(left + width, top + y);
+    context.stroke();
   }
-  ctx.font = `${12 * ratio}px system-ui, sans-serif`;
-  ctx.textAlign = "center";
-  ctx.textBaseline = "top";
+  context.font = "12px system-ui, sans-serif";
+  context.textAlign = "center";
+  context.textBaseline = "top";
   for (const mark of shown.marks ?? []) {
-    const x = u.valToPos(mark.at_s, "x", true);
-    if (x < left || x > left + width) continue;
+    if (mark.at_s < since || mark.at_s > until) continue;
     const [shape, name] = MARKS[mark.kind];
-    ctx.fillStyle = colour(name);
-    ctx.fillText(shape, x, top + (mark.kind === "refusal" ? 13 * ratio : 0));
+    context.fillStyle = colour(name);
+    context.fillText(shape, left + uplot.valToPos(mark.at_s, "x"), top + (mark.kind === "refusal" ? 13 : 0));
   }
-  ctx.restore();
 }
 
 function showMarks(history) {
@@ -142,7 +134,7 @@ function showHeld(history, kind) {
   const parts = series.map((tier, i) => `${tier.label} ${bytes(lists[i].at(-1) ?? 0)}`).join(", ");
   const who = kind === "run" ? `Held for run ${nameWithRank(history.run)} on all of its workers` : `Held by worker ${history.worker}`;
   const age = kind === "run" ? ageOfRun(history) : ageOfWorker(history.worker);
-  setText(byId("memory-held").querySelector("figcaption"), [who, age].filter(Boolean).join(", "));
+  held.caption = [who, age].filter(Boolean).join(", ");
   held.update(
     [history.at_s, ...lists],
     `${who}, ${rangeText()}: ${fixedRange() ? "at its end" : age || "now"} ${bytes(total)} of ${bytes(history.budget_bytes)}; ${parts}.`,
@@ -152,8 +144,7 @@ function showHeld(history, kind) {
 }
 
 function showTrainer(run) {
-  const caption = byId("memory-trainer").querySelector("figcaption");
-  setText(caption, run ? `Memory of trainer ${run.trainer}` : "Memory of the trainer");
+  trainer.caption = run ? `Memory of trainer ${run.trainer}` : "Memory of the trainer";
   const isEmpty = run === undefined || !run.trainer_peak_bytes.some((value) => value > 0);
   trainer.update(
     run ? [run.at_s, run.trainer_peak_bytes.map((value) => value || null), run.saved_bytes] : [[], [], []],
@@ -166,10 +157,7 @@ async function refresh(signal) {
   const workers = byId("memory-of").querySelectorAll("optgroup:first-child option").length;
   poll.intervalMs = workers > MANY ? SELDOM_MS : OFTEN_MS;
   const history = await ask("api/v1/memory", { ...rangeQuery(), points: workers > MANY ? POINTS_OF_MANY : POINTS }, signal);
-  const select = byId("memory-of");
-  setOptions(select, options(history));
-  if (state("memory") && [...select.options].some((option) => option.value === state("memory"))) select.value = state("memory");
-  const chosen = select.value;
+  const chosen = setOptions(byId("memory-of"), options(history), state("memory"));
   const name = chosen.slice(chosen.indexOf(" ") + 1);
   const run = history.runs.find((one) => one.run === name);
   const worker = history.workers.find((one) => one.worker === name);
@@ -189,7 +177,7 @@ export function startMemory() {
   const box = byId("memory-budget");
   const showBudget = () => {
     box.checked = state("budget") === "1";
-    held.uplot?.setData(held.uplot.data);
+    held.draw();
     if (shown) showMarks(shown);
   };
   box.addEventListener("change", () => change({ budget: box.checked ? "1" : "" }));

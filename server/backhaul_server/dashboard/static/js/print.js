@@ -95,5 +95,5 @@ export function startPrinting() {
   addEventListener("beforeprint", toPaper);
   addEventListener("afterprint", toScreen);
   onChange(["all"], follow);
-  if (state("all") === "1") showAll();
+  follow();
 }

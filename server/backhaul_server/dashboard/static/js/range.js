@@ -1,7 +1,7 @@
 // The time range of all charts: the last minutes, which move on ("live"), or a fixed range between two times.
 
 import { change, onChange, state } from "./address.js";
-import { byId, element, setAttribute } from "./dom.js";
+import { byId, setAttribute, setOptions } from "./dom.js";
 import { clock, date, duration } from "./format.js";
 
 const LIVE_S = [60, 120, 300, 600, 900, 1800, 3600];
@@ -73,11 +73,9 @@ function localText(atS) {
 
 function show() {
   const fixed = fixedRange();
-  const select = byId("range");
-  const options = LIVE_S.map((seconds) => element("option", { value: String(seconds) }, `live, last ${duration(seconds)}`));
-  const own = element("option", { value: fixed ? state("range") : "fixed" }, fixed ? rangeText() : "fixed range …");
-  select.replaceChildren(...options, own);
-  select.value = fixed ? state("range") : String(liveSeconds());
+  const own = fixed ? [state("range"), rangeText()] : ["fixed", "fixed range …"];
+  const live = LIVE_S.map((seconds) => [String(seconds), `live, last ${duration(seconds)}`]);
+  setOptions(byId("range"), [...live, own], fixed ? state("range") : String(liveSeconds()));
   byId("range-fixed").hidden = fixed === null;
   byId("range-live").hidden = fixed === null;
   setAttribute(document.body, "data-range", fixed ? "fixed" : "live");

@@ -10,7 +10,7 @@ import { CursorPages } from "./pages.js";
 import { ask, Poll, RefusedError } from "./poll.js";
 import { fixedRange, onRange, rangeQuery } from "./range.js";
 import { chooseRun, hasChosenRank, learnRuns, nameWithRank, onScope, runOf } from "./scope.js";
-import { facts, problems, stateOf, Table } from "./table.js";
+import { facts, linkTo, problems, stateOf, Table } from "./table.js";
 import { tagsOf } from "./verdict.js";
 
 const MOST = RUN_COLOURS.length;
@@ -21,7 +21,6 @@ const CHARTS = {
   loss: { format: (value) => (value === null ? loss(value) : value.toFixed(Math.abs(value) < 10 ? 2 : 1)), fitsBelow: true },
 };
 const charts = {};
-const DEBOUNCE_MS = 250; // between typed letters
 let table = null;
 let poll = null;
 let pages = null;
@@ -60,12 +59,11 @@ function boxCell(run) {
 
 /** Returns the name of a run, or its id, as a button that has the whole page show the run; below it the tags. */
 function nameCell(run) {
-  const button = element("button", { type: "button", class: "link", title: "Show this run on the whole page", "data-run": run.run }, nameWithRank(run.run));
-  button.addEventListener("click", () => {
-    chooseRun(run.run);
+  const show = (id) => {
+    chooseRun(id);
     byId("overview").scrollIntoView();
-  });
-  return [button, element("span", { class: "tags" }, ...tagsOf(run.tags))];
+  };
+  return [linkTo(run.run, nameWithRank(run.run), "Show this run on the whole page", show), element("span", { class: "tags" }, ...tagsOf(run.tags))];
 }
 
 function added(verdict) {
@@ -127,7 +125,7 @@ function drawCharts(runs, all) {
     const last = runs.map((one, i) => `${nameWithRank(one.run.run)} ${chart.options.format(all[i][field].at(-1) ?? null)}`);
     chart.update(
       joined,
-      `${byId(`compare-${field}`).querySelector("figcaption").textContent} at the last step: ${last.join(", ")}.`,
+      `${chart.caption} at the last step: ${last.join(", ")}.`,
       !isEmpty ? "" : field === "loss" ? "No loss was reported. Report it with session.step(loss)." : fixedRange() ? "These runs have no step in this time range." : "These runs have not reported a step yet.",
     );
   }
@@ -186,7 +184,7 @@ function zoomed() {
 
 function showZoom() {
   byId("compare-all").hidden = zoomed() === null;
-  for (const chart of Object.values(charts)) chart.rescale();
+  for (const chart of Object.values(charts)) chart.draw();
 }
 
 function details(run) {
@@ -212,8 +210,7 @@ export function startRuns() {
     pages.reset();
     poll.now();
   };
-  onChange(["search"], begin, DEBOUNCE_MS);
-  onChange(["tag"], begin);
+  onChange(["search", "tag"], begin);
   onChange(["compare"], () => {
     showTable();
     showChoice();

@@ -1,6 +1,6 @@
 // The table of segments. The dashboard sorts, filters and pages, so ten thousand rows are as fast as ten.
 
-import { bind, change, offer, onChange, state } from "./address.js";
+import { bind, offer, onChange, state } from "./address.js";
 import { byId, element, explain } from "./dom.js";
 import { bytes, count, drift, duration, milliseconds, NONE } from "./format.js";
 import { OffsetPages } from "./pages.js";
@@ -9,7 +9,6 @@ import { chosenRun, chosenRuns, nameWithRank, onScope } from "./scope.js";
 import { problems, sub, Table } from "./table.js";
 
 const PAGE = 50;
-const DEBOUNCE_MS = 200; // between typed letters
 const LONGEST_REASON = 70; // in the list to choose from
 let table = null;
 let poll = null;
@@ -62,7 +61,7 @@ function turn() {
 }
 
 function showQuery() {
-  table.showSort(state("sort"), state("order") === "down");
+  table.showSort();
   byId("segments-table").setAttribute("aria-busy", "true");
   byId("segments-csv").href = pathTo("api/v1/segments.csv", query());
 }
@@ -99,15 +98,12 @@ function offerReasons(list) {
 }
 
 export function startSegments() {
-  table = new Table(byId("segments-table"), COLUMNS, (row) => `${row.run}\n${row.segment}`, {
-    onSort: (field) => change({ sort: field, order: state("sort") === field && state("order") === "" ? "down" : "" }),
-  });
+  table = new Table(byId("segments-table"), COLUMNS, (row) => `${row.run}\n${row.segment}`, { sortedBy: ["sort", "order"] });
   pages = new OffsetPages(table, "segments", PAGE, turn);
   poll = new Poll(byId("segments"), 2000, refresh, { onRefused: showRefusal });
   bind(byId("segments-reason"), "reason");
   bind(byId("segments-filter"), "filter");
-  onChange(["filter"], begin, DEBOUNCE_MS);
-  onChange(["reason", "sort", "order"], begin);
+  onChange(["filter", "reason", "sort", "order"], begin);
   onScope(begin);
   showQuery();
 }

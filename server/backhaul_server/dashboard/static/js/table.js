@@ -1,7 +1,8 @@
 // Tables that keep their rows from one answer to the next, so that focus, selection and open details survive.
 
+import { change, state } from "./address.js";
 import { element, explain, icon, setAttribute, show } from "./dom.js";
-import { count } from "./format.js";
+import { count, NONE } from "./format.js";
 
 /**
  * A column: `title` is its heading; `cell(item)` returns its text, a node, or a list of both; `isText` aligns it left;
@@ -14,8 +15,8 @@ export class Table {
    *   place while it is empty
    * @param {object[]} columns objects as described above
    * @param {(item: object) => string} key returns a unique key of an item
-   * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, onSort?: Function,
-   *   onPick?: (key: string) => void}} options
+   * @param {{details?: (item: object) => Node[], level?: (item: object) => string | null, sortedBy?: [string, string],
+   *   onPick?: (key: string) => void}} options `sortedBy` names the parameters of the address for the field and the order
    */
   constructor(table, columns, key, options = {}) {
     this.table = table;
@@ -38,9 +39,10 @@ export class Table {
     const head = element("th", { scope: "col", title: column.hint });
     if (column.isText) head.classList.add("text");
     if (column.className) head.classList.add(...column.className.split(" "));
-    if (column.sort && this.options.onSort) {
+    if (column.sort) {
+      const [field, order] = this.options.sortedBy;
       const button = element("button", { type: "button" }, column.title);
-      button.addEventListener("click", () => this.options.onSort(column.sort));
+      button.addEventListener("click", () => change({ [field]: column.sort, [order]: state(field) === column.sort && state(order) === "" ? "down" : "" }));
       head.append(button);
     } else {
       head.append(column.title);
@@ -49,9 +51,10 @@ export class Table {
   }
 
   /** Marks the field and the direction by which the rows are sorted. */
-  showSort(field, descending) {
+  showSort() {
+    const [field, order] = this.options.sortedBy.map(state);
     this.columns.forEach((column, i) => {
-      setAttribute(this.heads[i], "aria-sort", column.sort === field ? (descending ? "descending" : "ascending") : null);
+      setAttribute(this.heads[i], "aria-sort", column.sort === field ? (order === "down" ? "descending" : "ascending") : null);
     });
   }
 
@@ -175,6 +178,14 @@ export function problems(title, field, more = {}) {
 /** Returns a smaller line of a cell; "" for no text. */
 export function sub(text, className = "") {
   return text ? element("span", { class: `sub ${className}`.trim() }, text) : "";
+}
+
+/** Returns a name as a button that has the page show what is named; a dash for "". */
+export function linkTo(value, text, title, go) {
+  if (!value) return NONE;
+  const button = element("button", { type: "button", class: "link", title, "data-value": value }, text);
+  button.addEventListener("click", () => go(value));
+  return button;
 }
 
 /** Returns names and values as a list that wraps. */

@@ -2,18 +2,13 @@
 
 import { bind, onChange, state } from "./address.js";
 import { hideCall, showCall } from "./call.js";
-import { drawInTheme } from "./colour.js";
-import { addCopyButton } from "./copy.js";
-import { CursorLine, selectByDragging, timeCursor } from "./cursor.js";
-import { byId, element, explain, setIcon, setText, speak } from "./dom.js";
+import { byId, element, setIcon, setText, speak } from "./dom.js";
 import { bytes, count, milliseconds, NONE, offset, percent } from "./format.js";
 import { describe, Lanes } from "./lanes.js";
-import { MarkLayer } from "./marks.js";
 import { ask, pathTo, Poll } from "./poll.js";
 import { fixedRange, onRange } from "./range.js";
 import { chosenRuns, nameOf, nameWithRank, onScope, runOf } from "./scope.js";
 import { Table } from "./table.js";
-import { hideTip, showTip } from "./tip.js";
 
 const ZOOM = 1.6;
 const OLDEST_MS = 10_000;
@@ -33,13 +28,8 @@ const SHARES = [
   { title: "Speed", cell: (share) => (share.speed === null ? NONE : share.speed.toFixed(2)), hint: "Relative to the trainer" },
 ];
 
-const canvas = element("canvas", { tabindex: "0", role: "application", "aria-roledescription": "timeline", "aria-label": "Timeline" });
-const note = element("p", { class: "empty", hidden: "" });
+const lanes = new Lanes(byId("timeline-chart"), titleOf, () => pause(true));
 const keys = element("div", { class: "hint", id: "timeline-workers" });
-const lanes = new Lanes(canvas, titleOf, () => marks.place());
-const plot = element("div", { class: "plot" }, canvas, note);
-const line = new CursorLine(plot);
-const marks = new MarkLayer(plot, () => (canvas.hidden ? null : lanes.area()));
 let poll = null;
 let isPaused = false;
 let steps = null;
@@ -58,16 +48,15 @@ function pause(paused) {
 
 /** Shows the call of a bar in the panel, and pauses the timeline. */
 function pick(bar) {
-  lanes.picked = bar;
-  lanes.draw();
+  lanes.pick(bar);
   if (bar === null) {
     hideCall();
     return;
   }
-  if (!isPaused) pause(true);
+  pause(true);
   showCall(lanes.timeline, bar, () => {
     pick(null);
-    canvas.focus();
+    lanes.plot.focus();
   });
 }
 
@@ -83,7 +72,7 @@ function showSteps(timeline) {
   steps.update(timeline.steps);
   showKeys(timeline);
   const texts = timeline.steps.map((step) => STEPS.slice(1).map((column) => `${column.title.toLowerCase()} ${column.cell(step)}`).join(", "));
-  canvas.setAttribute("aria-label", `Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`);
+  lanes.describe(`Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`, timeline.why_empty);
 }
 
 /** Names the workers of the timeline, with the offset of their clocks and the bound of its error. */
@@ -126,19 +115,15 @@ function show(timeline) {
   lanes.show(timeline);
   showBlock(timeline);
   hideCall();
-  explain(note, timeline.why_empty);
-  canvas.hidden = timeline.spans.length === 0;
   byId("steps").closest(".side").hidden = timeline.steps.length === 0;
-  const caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
-  setText(byId("timeline-chart").querySelector("figcaption"), caption);
+  lanes.caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
   showSteps(timeline);
   byId("timeline-export").hidden = timeline.spans.length === 0;
   byId("timeline-export").href = pathTo("api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
 }
 
 function showRefusal(sentence) {
-  explain(note, `This run has no timeline: ${sentence}.`);
-  canvas.hidden = true;
+  lanes.describe("", `This run has no timeline: ${sentence}.`);
   byId("timeline-export").hidden = true;
   keys.replaceChildren();
   delete keys.dataset.shown;
@@ -153,7 +138,7 @@ async function refresh(signal) {
   const asked = { newest, atMs: performance.now() };
   const [since, until] = fixedRange() ?? [];
   const timeline = await ask("api/v1/timeline", { runs: chosenRuns(), steps: state("steps"), since_s: since, until_s: until }, signal);
-  if (isPaused || lanes.pointed !== null) return;
+  if (isPaused || lanes.hovered !== null) return;
   show(timeline);
   shown = asked;
 }
@@ -163,10 +148,12 @@ export function noteSteps(runs) {
   newest = runs.map((run) => `${run.run} ${run.last_step}`).join();
 }
 
-function zoom(factor, x = null) {
-  if (lanes.timeline === null) return;
-  if (!isPaused) pause(true);
-  lanes.zoom(factor, x);
+function zoom(factor) {
+  if (lanes.timeline !== null) lanes.zoom(factor);
+}
+
+function fit() {
+  if (lanes.timeline !== null) lanes.fit();
 }
 
 function onKey(event) {
@@ -174,7 +161,7 @@ function onKey(event) {
     "+": () => zoom(ZOOM),
     "=": () => zoom(ZOOM),
     "-": () => zoom(1 / ZOOM),
-    0: () => fit(),
+    0: fit,
     Escape: () => pick(null),
     Enter: () => pick(lanes.picked ?? lanes.neighbour("ArrowRight")),
   };
@@ -182,10 +169,8 @@ function onKey(event) {
     const bar = lanes.neighbour(event.key);
     if (bar === null) return;
     event.preventDefault();
-    if (!isPaused) pause(true);
-    lanes.picked = bar;
-    lanes.reveal(bar);
-    lanes.draw();
+    pause(true);
+    lanes.pick(bar);
     speak(describe(bar));
     if (!byId("call").hidden) pick(bar);
   } else if (actions[event.key] && !event.ctrlKey && !event.metaKey) {
@@ -194,63 +179,8 @@ function onKey(event) {
   }
 }
 
-function fit() {
-  if (lanes.timeline === null) return;
-  lanes.fit();
-  lanes.draw();
-}
-
-/** Handles the pointer: hovering shows a bar, a click selects it, dragging zooms, the wheel sideways moves, and with Ctrl it zooms. */
-function listenToPointer() {
-  let wasDragged = false;
-  selectByDragging(plot, canvas, (left, right) => {
-    wasDragged = true;
-    if (!isPaused) pause(true);
-    lanes.zoomTo(left, right);
-  });
-  canvas.addEventListener("pointermove", (event) => {
-    const area = lanes.area();
-    timeCursor.point(area && event.offsetX >= area.left ? area.since + ((event.offsetX - area.left) / area.width) * (area.until - area.since) : null, lanes);
-    const bar = event.buttons === 0 ? lanes.at(event.offsetX, event.offsetY) : null;
-    if (bar === null) hideTip();
-    else showTip(event, describe(bar));
-    if (bar !== lanes.pointed) {
-      lanes.pointed = bar;
-      lanes.draw();
-    }
-  });
-  canvas.addEventListener("pointerleave", () => {
-    lanes.pointed = null;
-    timeCursor.point(null, lanes);
-    hideTip();
-    lanes.draw();
-  });
-  canvas.addEventListener("click", (event) => {
-    if (!wasDragged) pick(lanes.at(event.offsetX, event.offsetY));
-    wasDragged = false;
-  });
-  canvas.addEventListener(
-    "wheel",
-    (event) => {
-      const isSideways = Math.abs(event.deltaX) > Math.abs(event.deltaY);
-      if (!event.ctrlKey && !event.metaKey && !isSideways) return; // the page scrolls
-      event.preventDefault();
-      if (isSideways) lanes.pan(event.deltaX);
-      else zoom(event.deltaY < 0 ? 1.2 : 1 / 1.2, event.offsetX);
-    },
-    { passive: false },
-  );
-}
-
-/** Shows the cursor where another chart is pointed at. */
-function showCursor(atS) {
-  const area = lanes.area();
-  const isInside = area !== null && atS !== null && atS >= area.since && atS <= area.until && !canvas.hidden;
-  line.place(isInside ? atS : null, area);
-}
-
 export function startTimeline() {
-  byId("timeline-chart").append(plot, keys);
+  byId("timeline-chart").append(keys);
   steps = new Table(byId("steps"), STEPS, (step) => `${step.run} ${step.number}`);
   shares = new Table(byId("shares"), SHARES, (share) => share.worker);
   const group = () => {
@@ -273,12 +203,7 @@ export function startTimeline() {
   byId("timeline-in").addEventListener("click", () => zoom(ZOOM));
   byId("timeline-out").addEventListener("click", () => zoom(1 / ZOOM));
   byId("timeline-fit").addEventListener("click", fit);
-  canvas.addEventListener("keydown", onKey);
-  listenToPointer();
-  lanes.showCursor = showCursor;
-  timeCursor.add(lanes);
-  new ResizeObserver(() => lanes.draw()).observe(canvas);
-  drawInTheme(() => lanes.draw());
+  lanes.plot.addEventListener("keydown", onKey);
+  lanes.plot.addEventListener("click", () => pick(lanes.atPointer));
   byId("timeline-chart").dataset.scope = "by the dashboard’s clock";
-  addCopyButton(byId("timeline-chart"));
 }

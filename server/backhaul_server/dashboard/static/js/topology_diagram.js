@@ -5,11 +5,11 @@ import { element, setAttribute, setText, svgElement } from "./dom.js";
 import { ago, duration } from "./format.js";
 import { STATES } from "./table.js";
 import { hideTip, showTip } from "./tip.js";
-import { curve, place, signatureOf } from "./topology_layout.js";
+import { curve, place, rowsOf, signatureOf } from "./topology_layout.js";
 
 const ROWS = [4, 7, 11, 15, 20, 26, 34]; // heights of a row, in pixels
 const LABELLED_ROW = 11; // lower rows have no room for text
-const FIT_HEIGHT = 520;
+const FIT_HEIGHT = 480; // of all rows, in pixels
 const ROOMY = 5; // index of the highest row that is chosen without a click
 const ROOM_FOR_WORDS = 128; // width of a label in pixels; in a narrower one only shape and colour show the state
 const FEWEST_CHARACTERS = 5; // of a label that has been shortened
@@ -53,21 +53,19 @@ export class Diagram {
   }
 
   fit() {
-    const rows = this.#rows();
-    this.row = Math.max(0, ROWS.findLastIndex((row) => row * rows <= FIT_HEIGHT - 40));
+    this.row = Math.max(0, this.#highest());
     this.#draw();
   }
 
-  #rows() {
-    const workers = this.topology.nodes.filter((node) => node.kind === "worker").length;
-    return Math.max(3, workers, this.topology.nodes.length - workers);
+  /** Returns the highest row with which everything fits; -1 if there is none. */
+  #highest() {
+    const rows = rowsOf(this.topology);
+    return ROWS.findLastIndex((row) => row * rows <= FIT_HEIGHT);
   }
 
   /** Returns the row that is used until the viewer zooms: as high as fits, but high enough for labels. */
   #fitting() {
-    const rows = this.#rows();
-    const fits = ROWS.findLastIndex((row) => row * rows <= FIT_HEIGHT - 40);
-    return Math.min(ROOMY, Math.max(ROWS.indexOf(15), fits));
+    return Math.min(ROOMY, Math.max(ROWS.indexOf(15), this.#highest()));
   }
 
   #draw() {

@@ -11,6 +11,12 @@ export function signatureOf(topology) {
   return JSON.stringify([topology.nodes.map((node) => node.id), topology.links.map((link) => [link.trainer, link.worker])]);
 }
 
+/** Returns the rows that the longer column needs. */
+export function rowsOf({ nodes }) {
+  const workers = nodes.filter((node) => node.kind === "worker").length;
+  return Math.max(workers, nodes.length - workers, FEWEST_ROWS);
+}
+
 /**
  * Places nodes and links.
  * @param {object} topology as the API returns it
@@ -20,7 +26,7 @@ export function signatureOf(topology) {
  */
 export function place(topology, { width, row }) {
   const [trainers, workers] = order(topology);
-  const rows = Math.max(trainers.length, workers.length, FEWEST_ROWS);
+  const rows = rowsOf(topology);
   const at = new Map();
   for (const column of [trainers, workers]) {
     // The shorter column is spread over the height of the longer one.

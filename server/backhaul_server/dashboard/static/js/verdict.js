@@ -1,7 +1,7 @@
 // What became of a run, in one sentence at the top of the page, with its name, tags and notes.
 
 import { state } from "./address.js";
-import { byId, element, icon, setAttribute, setIcon, setText, show } from "./dom.js";
+import { byId, element, explain, setAttribute, setIcon, setText, show } from "./dom.js";
 import { runName } from "./format.js";
 import { isUnknown, nameOf, onScope, runOf, shownRun } from "./scope.js";
 
@@ -38,7 +38,7 @@ function showRun(run) {
   setText(byId("verdict-about"), parts.filter(Boolean).join(" · "));
   setText(byId("verdict-text"), `${run.verdict.sentence}.`);
   show(byId("verdict-tags"), tagsOf(run.tags));
-  showNotes(run.notes);
+  explain(byId("verdict-notes"), run.notes);
 }
 
 /** Explains a link to a run that has been forgotten, or that is of another dashboard. */
@@ -48,19 +48,13 @@ function showUnknown(id) {
   setText(byId("verdict-about"), "unknown run");
   setText(byId("verdict-text"), `This dashboard knows no run "${id}".`);
   show(byId("verdict-tags"));
-  showNotes("The link may be of another dashboard, or the run is no longer in the history. Choose another run at the top.");
+  explain(byId("verdict-notes"), "The link may be of another dashboard, or the run is no longer in the history. Choose another run at the top.");
 }
 
 function showLook(name, level) {
   const host = byId("verdict");
-  if (host.querySelector(".icon") === null) host.prepend(icon(name));
   setIcon(host.querySelector(".icon"), name);
   setAttribute(host, "data-level", level);
-}
-
-function showNotes(notes) {
-  setText(byId("verdict-notes"), notes);
-  byId("verdict-notes").hidden = notes === "";
 }
 
 export function startVerdict() {
