@@ -92,6 +92,7 @@ def test_the_loss_of_a_worker_is_told_in_plain_words(equal_speeds: None) -> None
             events = dashboard.items(f"events?run={session.run}")
             (lost,) = [event for event in events if event["kind"] == "worker_lost"]
             assert (lost["worker"], lost["run"], lost["severity"]) == (other.address, session.run, "warning")
+            assert {event["words"] for event in events} >= {"worker lost", "fallback", "worker stopped answering"}
             links = [link for link in dashboard.api("topology")["links"] if link["worker"] == f"worker:{other.address}"]
             assert [link["state"] for link in links] == ["broken"]
             texts = [event["text"] for event in events]

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import backhaul_server
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
-from backhaul_server.dashboard.schemas.events import KINDS, WORDS
 
 SCRIPTS = Path(backhaul_server.__file__).parent / "dashboard/static/js"
 
@@ -14,11 +13,6 @@ def table(script: str, name: str) -> dict[str, str]:
     """The texts of a table in a script, by their keys."""
     text = (SCRIPTS / script).read_text().partition(f"const {name} = {{")[2].partition("};")[0]
     return dict(re.findall(r'(\w+): "([^"]+)"', text))
-
-
-def test_the_page_calls_kinds_of_events_as_the_api_finds_them() -> None:
-    words = table("events.js", "KINDS")
-    assert {kind: words.get(kind, kind.replace("_", " ")) for kind in KINDS} == WORDS
 
 
 def test_the_page_says_what_each_rpc_and_each_kind_of_request_is_for() -> None:

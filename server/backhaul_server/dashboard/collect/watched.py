@@ -16,8 +16,6 @@ from backhaul_server.dashboard.schemas.memory import MemoryEvent
 from backhaul_server.dashboard.schemas.now import State
 
 KEPT_S = 3_600
-SEEN_S = 3.0
-"""Seconds without an answer after which a worker is not healthy, whatever state it last reported."""
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
 NOTED_AFTER = 2
 """Polls in a row without an answer after which a worker counts as out of reach. One may be late on a busy machine, and
@@ -81,10 +79,6 @@ class Watched:
     def budget_bytes(self) -> int:
         """The budget of the worker in bytes; 0 if it is unknown."""
         return self.telemetry.memory.budget_bytes if self.telemetry is not None else 0
-
-    def is_healthy(self, now_s: float) -> bool:
-        """Whether the worker serves, and has answered recently."""
-        return self.state == "serving" and now_s - self.answered_at_s <= SEEN_S
 
     def sessions(self) -> list[telemetry_pb2.SessionTelemetry]:
         """Returns the open sessions as of the last answer; none while the worker does not answer."""

@@ -38,7 +38,7 @@ WORDS: dict[Kind, str] = {kind: kind.replace("_", " ") for kind in KINDS} | {
     "worker_unreachable": "worker stopped answering",
     "worker_reachable": "worker answers again",
 }
-"""What people call a kind of event. The page uses the same words, and finds events by them."""
+"""What people call a kind of event. Filters find events by these words too."""
 
 
 def severity_of(kind: Kind) -> Severity:
@@ -64,6 +64,11 @@ class EventEntry(Schema):
         description="What kind of event it is. worker_lost, worker_joined, worker_draining, worker_back, fell_back and "
         "refused are a trainer's view of its workers; all others are what the dashboard saw itself",
         examples=["worker_lost"],
+    )
+    words: str = Field(
+        default_factory=lambda known: WORDS[known["kind"]],
+        description="The kind of event in words, as the page shows it",
+        examples=["worker lost"],
     )
     severity: Severity = Field(
         default_factory=lambda known: severity_of(known["kind"]),

@@ -15,7 +15,7 @@ class Overview(Schema):
 
     at_s: fields.Now
     workers: int = Field(description="Number of watched workers", examples=[2])
-    healthy_workers: int = Field(description="Workers that serve and have answered in the last 3 seconds", examples=[2])
+    healthy_workers: int = Field(description="Workers that answer and serve", examples=[2])
     heard_at_s: float | None = Field(
         description="When a worker last answered; None if none has answered yet", examples=[1763769599.6]
     )

@@ -22,7 +22,7 @@ def overview(watch: Watch, now_s: float, history_error: str) -> Overview:
     return Overview(
         at_s=now_s,
         workers=len(watch.workers),
-        healthy_workers=sum(worker.is_healthy(now_s) for worker in watch.workers),
+        healthy_workers=sum(worker.state == "serving" for worker in watch.workers),
         heard_at_s=max((worker.answered_at_s for worker in watch.workers), default=0.0) or None,
         stepped_at_s=max((run.stepped_at_s for run in runs), default=0.0) or None,
         sessions=_sessions(watch) if is_answered else None,

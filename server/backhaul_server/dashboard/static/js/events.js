@@ -1,15 +1,15 @@
 // What has happened: the event log of workers and runs, whose events are also marked on all charts over time.
 
 import { bind, onChange, state } from "./address.js";
-import { byId, element, icon, setText } from "./dom.js";
-import { count, date, NONE } from "./format.js";
+import { byId, element, explain, icon, setText } from "./dom.js";
+import { count, date } from "./format.js";
 import { goToWorker } from "./fleet.js";
 import { markEvents } from "./marks.js";
 import { LocalPages } from "./pages.js";
 import { ask, Poll } from "./poll.js";
 import { chooseRange, fixedRange, onRange, rangeBounds } from "./range.js";
 import { chooseRun, chosenName, chosenRun, chosenRuns, inScope, nameWithRank, onScope, runOf } from "./scope.js";
-import { Table } from "./table.js";
+import { linkTo, Table } from "./table.js";
 
 const PAGE = 25;
 const MOST = 1000; // events of the range that are fetched, the newest ones
@@ -17,39 +17,18 @@ const AROUND_S = 60; // shown after a run's last report, as its end may be notic
 const MOST_RUNS = 64; // of which the API shows events at once
 const LEVELS = ["warning", "critical"]; // the least severities that can be chosen
 const SHAPES = { info: "idle", warning: "warning", critical: "critical" };
-// Kinds of events whose words are not those of their names.
-const KINDS = {
-  worker_draining: "worker drains",
-  fell_back: "fallback",
-  refused: "request refused",
-  worker_unreachable: "worker stopped answering",
-  worker_reachable: "worker answers again",
-};
 let table = null;
 let pages = null;
 let answer = { items: [], total: 0 }; // of the range, whose events are marked on the charts
 let filtered = answer; // those of them that the filters of the table leave
 
-/** Returns a name as a button that has the page show what is named. */
-function linkTo(value, text, go) {
-  if (!value) return NONE;
-  const button = element("button", { type: "button", class: "link", "data-value": value }, text);
-  button.addEventListener("click", () => go(value));
-  return button;
-}
-
-/** Returns the kind of an event in words. */
-function kindOf(event) {
-  return KINDS[event.kind] ?? event.kind.replaceAll("_", " ");
-}
-
 const COLUMNS = [
   { title: "Time", isText: true, cell: (event) => date(event.at_s, true) },
   { title: "Severity", isText: true, cell: ({ severity }) => element("span", { class: "severity", "data-severity": severity }, icon(SHAPES[severity]), element("span", {}, severity)) },
-  { title: "Event", isText: true, className: "kind", cell: kindOf },
+  { title: "Event", isText: true, className: "kind", cell: (event) => event.words },
   { title: "What happened", isText: true, className: "wrap wide", cell: (event) => (event.count > 1 ? `${event.text} (${count(event.count)} times)` : event.text) },
-  { title: "Run", isText: true, cell: ({ run }) => linkTo(run, nameWithRank(run), chooseRun) },
-  { title: "Worker", isText: true, cell: ({ worker }) => linkTo(worker, worker, goToWorker) },
+  { title: "Run", isText: true, cell: ({ run }) => linkTo(run, nameWithRank(run), "Show this run on the whole page", chooseRun) },
+  { title: "Worker", isText: true, cell: ({ worker }) => linkTo(worker, worker, "Show this worker", goToWorker) },
 ];
 
 function boundsOfRange() {
@@ -97,10 +76,9 @@ function show() {
       ? "No event matches these filters. Choose another word or severity."
       : "Nothing has happened in this time range: no run began or ended, no worker was lost or joined, and no segment fell back.",
   );
-  const note = byId("events-left-out");
-  note.hidden = filtered.total <= filtered.items.length;
   const which = filtered === answer ? "events" : "events that match";
-  setText(note, `The range has ${count(filtered.total)} ${which}, of which the newest ${count(filtered.items.length)} are shown. Choose a shorter time range for the others.`);
+  const leftOut = `The range has ${count(filtered.total)} ${which}, of which the newest ${count(filtered.items.length)} are shown. Choose a shorter time range for the others.`;
+  explain(byId("events-left-out"), filtered.total > filtered.items.length ? leftOut : "");
 }
 
 async function refresh(signal) {
