@@ -24,7 +24,6 @@ from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, 
 from backhaul_server.dashboard.views.workers import session_statuses, worker_status
 
 _TOLD_LATELY_S = 60.0
-_LIVE_EVENTS = 20
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,12 @@ class Sources:
         """Returns the data of one live event."""
         now_s, newest = time.time(), self.watch.trainers.newest()
         recent = [run for run in self.watch.trainers if run is newest or now_s - run.heard_at_s <= _TOLD_LATELY_S]
-        events = selected_events(self.watch.events, EventSelection(_LIVE_EVENTS)).events
         return Live(
             overview=self.overview(),
             workers=self.workers(),
             sessions=self.sessions(),
             alerts=self.alerts.evaluate(now_s),
             runs=[run_summary(run, now_s) for run in recent],
-            events=events,
         )
 
     def run(self, name: str) -> TrainerRun:

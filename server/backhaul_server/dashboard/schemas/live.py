@@ -3,7 +3,6 @@
 from pydantic import Field
 
 from backhaul_server.dashboard.schemas.base import Schema
-from backhaul_server.dashboard.schemas.events import EventEntry
 from backhaul_server.dashboard.schemas.now import Alert, Overview, SessionStatus, WorkerStatus
 from backhaul_server.dashboard.schemas.runs import RunSummary
 
@@ -16,4 +15,3 @@ class Live(Schema):
     sessions: list[SessionStatus] = Field(description="Every session of every worker that answers")
     alerts: list[Alert] = Field(description="The alerts that fire now, critical ones first")
     runs: list[RunSummary] = Field(description="Runs that reported in the last minute, and the newest run")
-    events: list[EventEntry] = Field(description="The last 20 events, the newest first")
