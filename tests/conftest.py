@@ -52,8 +52,8 @@ A test that hangs is ended by pytest's timeout, which is longer.
 
 
 def quiet(**settings: Any) -> backhaul.Settings:
-    """Settings with this patience."""
-    return backhaul.Settings(silence_s=QUIET_S, **settings)
+    """Settings with this patience, also for a worker that connect() starts."""
+    return backhaul.Settings(**{"silence_s": QUIET_S, "connect_timeout_s": QUIET_S, **settings})
 
 
 QUIET = quiet()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET, quiet
+from conftest import QUIET
 from support.bits import Checkpoint, differing, plainly, seed_generators
 from support.processes import WorkerProcess
 
@@ -37,7 +37,7 @@ def gradients(checkpoint: Checkpoint, *devices: str) -> list[Tensor | None]:
 
 
 def test_a_trainer_on_the_cpu_with_a_worker_of_its_own() -> None:
-    with backhaul.connect(strict=True, settings=quiet(connect_timeout_s=60)) as session:
+    with backhaul.connect(strict=True, settings=QUIET) as session:
         assert differing(gradients(session.checkpoint, "cpu", "cpu"), gradients(plainly, "cpu", "cpu")) == []
         assert session.report().remote == 4
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul import Session
-from conftest import QUIET, quiet
+from conftest import QUIET
 from support.bits import differing
 
 DEVICES = ["cpu", "cuda:0", "cuda:1"]
@@ -16,7 +16,7 @@ DEVICES = ["cpu", "cuda:0", "cuda:1"]
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with backhaul.connect(strict=True, settings=quiet(connect_timeout_s=60)) as session:
+    with backhaul.connect(strict=True, settings=QUIET) as session:
         yield session
 
 

@@ -15,7 +15,7 @@ import pytest
 import backhaul
 from backhaul_runtime.process.credentials import make_token
 from backhaul_server.commands import certificates
-from conftest import quiet, wait_until
+from conftest import QUIET, wait_until
 from numerics.cases import blocks, stack
 from support.bits import differing, plainly, train
 
@@ -94,7 +94,7 @@ def test_the_workers_of_a_job_are_in_the_file_while_it_runs(environment: dict[st
             f"file:{file}",
             token_file=str(directory / "worker.token"),
             tls=str(directory / "certificates" / "trainer"),
-            settings=quiet(connect_timeout_s=60.0),
+            settings=QUIET,
         ) as session:
             wait_until(lambda: sum(handle.up is not None for handle in session._workers) == 2, "both are up")
             assert differing(train(session.checkpoint, blocks, stack), train(plainly, blocks, stack)) == []
