@@ -19,7 +19,7 @@ BACKENDS = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH")
 
 def gradients() -> None:
     """Gradients with each backend, through a worker."""
-    compare_all(ATTENTION)
+    compare_all(ATTENTION, ["default bf16", "efficient fp32"])
 
 
 def dirty() -> None:

@@ -1,6 +1,6 @@
 """Gradients, losses and buffers of each model, compared with training without checkpointing."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -74,10 +74,18 @@ def compare(name: str, case: Case, process: WorkerProcess) -> None:
                 )
 
 
-def compare_all(cases: Mapping[str, Case]) -> None:
-    """Compares each case, with ops that give the same bits in each run."""
-    make_deterministic()
+def compare_all(cases: Mapping[str, Case], by_default: Sequence[str] = ()) -> None:
+    """Compares each case, with ops that give the same bits in each run.
+
+    Args:
+        cases: The cases by name.
+        by_default: The names of those that are compared with torch's default ops before.
+    """
     with worker() as process:
+        for name in by_default:
+            if IS_REAL or not cases[name].only_on_gpu:
+                compare(f"{name}, default ops", cases[name], process)
+        make_deterministic()
         for name, case in cases.items():
             if IS_REAL or not case.only_on_gpu:
                 compare(name, case, process)
@@ -108,10 +116,10 @@ def alignments() -> None:
 
 def plain() -> None:
     """Models without attention, and a linear layer at several addresses."""
-    compare_all(PLAIN)
+    compare_all(PLAIN, ["mlp, dropout", "mlp, bf16"])
     alignments()
 
 
 def recurrent() -> None:
     """Convolutions, batch norm and recurrent networks."""
-    compare_all(RECURRENT)
+    compare_all(RECURRENT, ["lstm"])
