@@ -187,6 +187,18 @@ def test_a_drag_over_a_chart_zooms_all_of_them(page: Page) -> None:
     assert float(longer[1]) - float(longer[0]) > 2
 
 
+def test_a_finger_drags_as_a_mouse_does(trained: Training, open_page: OpenPage) -> None:
+    page = open_page(trained.dashboard.url, has_touch=True)
+    chart = page.locator("#memory-held .u-over")
+    chart.scroll_into_view_if_needed()
+    box = box_of(chart)
+    touches = page.context.new_cdp_session(page)
+    for kind, share in (("touchStart", 0.3), ("touchMove", 0.4), ("touchMove", 0.6), ("touchEnd", None)):
+        place = [] if share is None else [{"x": box["x"] + share * box["width"], "y": box["y"] + 50}]
+        touches.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": place})
+    expect(page.locator("#range-fixed")).to_be_visible()
+
+
 def test_steps_of_compared_runs_zoom_together(page: Page) -> None:
     page.locator("#runs").scroll_into_view_if_needed()
     expect(page.locator("#compare-loss .u-over")).to_be_visible()
