@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul_runtime.record.contents import Contents, FixedDigests
 from backhaul_runtime.tensors import sums_kernel
+from backhaul_runtime.tensors.deferred_digest import read
 from backhaul_runtime.tensors.digest import device_sums, torch_sums
+from backhaul_runtime.tensors.layout import layout_of
 
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, 15, 16, 17, 4096, 1_000_003, 20_000_000])
@@ -55,3 +58,17 @@ def test_the_second_device_has_a_kernel_of_its_own() -> None:
     data = torch.randint(0, 256, (1001,), dtype=torch.uint8)
     assert torch.equal(device_sums(data.to("cuda:1")).cpu(), torch_sums(data))
     assert torch.cuda.current_device() == 0
+
+
+def test_the_weights_of_a_block_are_compared_with_one_wait(simulation: Any) -> None:
+    fixed, weights = FixedDigests(), [torch.nn.Parameter(torch.randn(8, device="cuda")) for _ in range(4)]
+    contents = Contents(fixed)
+    digests = [contents.digest(weight, layout_of(weight)) for weight in weights]
+    for weight, digest in zip(weights, digests, strict=True):
+        contents.fix(weight, layout_of(weight), digest)
+        read(digest)
+    simulation.reset_counters()
+    assert fixed.changed() is None
+    assert simulation.counters()["syncs"] == 1
+    weights[2].data.add_(1)
+    assert fixed.changed() is weights[2]
