@@ -31,7 +31,7 @@ mutations: $(VENV)/.dev
 SIMULATED = PYTHONPATH=tests $(BIN)/python -m support.simulated_cuda
 INTEGRATION_ON_ANY_DEVICE := tests/integration/test_telemetry.py tests/integration/test_accumulation.py
 ON_ANY_DEVICE := $(INTEGRATION_ON_ANY_DEVICE) tests/semantics \
-	$(addprefix tests/faults/test_,ends_of_runs.py flips.py lies.py own_errors.py worker_dies.py)
+	$(addprefix tests/faults/test_,ends_of_executions.py flips.py lies.py own_errors.py worker_dies.py)
 
 # What only a GPU can tell, in at most 8 minutes, into gpu-results/: see tests/gpu_check/gpu-check.sh, which needs no make.
 gpu-check: $(VENV)/.dev

@@ -96,7 +96,7 @@ def patient_trainers() -> Iterator[None]:
         patch.setenv("BACKHAUL_SILENCE_S", str(QUIET_S))
         if not WITHOUT_TORCH:
             deadlines = importlib.import_module("backhaul._worker_client.connection.deadlines")
-            patch.setattr(deadlines, "SHORTEST_RUN_LIMIT_S", QUIET_S)
+            patch.setattr(deadlines, "SHORTEST_EXECUTION_LIMIT_S", QUIET_S)
             patch.setattr(deadlines, "SHORTEST_QUEUE_LIMIT_S", QUIET_S)
         yield
 
@@ -104,7 +104,7 @@ def patient_trainers() -> Iterator[None]:
 @pytest.fixture
 def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of time of runs and queues that trainers have, for a test of these."""
-    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_RUN_LIMIT_S", 5.0)
+    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_EXECUTION_LIMIT_S", 5.0)
     monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_QUEUE_LIMIT_S", 1.0)
 
 

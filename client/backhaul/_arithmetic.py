@@ -106,7 +106,7 @@ def traffic_bytes(boundary_bytes: float, segments: float, workers: float, derive
 
 
 def worker_memory_bytes(
-    layers: float, layer_bytes: float, segments: float, boundary_bytes: float, run_bytes: float
+    layers: float, layer_bytes: float, segments: float, boundary_bytes: float, execution_bytes: float
 ) -> float:
     """Returns the memory that a worker needs.
 
@@ -115,9 +115,9 @@ def worker_memory_bytes(
         layer_bytes: Size of a layer's weights.
         segments: Segments that the worker gets.
         boundary_bytes: Size of a boundary.
-        run_bytes: The most that the replay and the backward of one segment hold.
+        execution_bytes: The most that the replay and the backward of one segment hold.
     """
-    return layers * layer_bytes + segments * boundary_bytes + run_bytes
+    return layers * layer_bytes + segments * boundary_bytes + execution_bytes
 
 
 def tokens_that_hide_weights(

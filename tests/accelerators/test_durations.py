@@ -38,7 +38,7 @@ def segments(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).cuda() for _ in range(count)]
 
 
-def test_forward_and_a_workers_run_last_as_long_as_their_devices_work(
+def test_forward_and_an_execution_last_as_long_as_their_devices_work(
     slow_session: ObservedSession, returns: str
 ) -> None:
     (segment,) = segments(1)

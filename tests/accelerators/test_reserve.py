@@ -15,7 +15,7 @@ import backhaul
 from backhaul import BudgetError
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_server.worker.engine import segment_runs
+from backhaul_server.worker.engine import executions
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.segment import SessionState
 from backhaul_server.worker.engine.worker import Worker
@@ -39,7 +39,7 @@ def empty() -> Iterator[None]:
 
 def with_worker(test: Callable[[Worker, SessionState], Awaitable[None]]) -> None:
     async def main() -> None:
-        worker = Worker(DEVICE, BUDGET, 30.0, run_memory=DeviceMemory(DEVICE, BUDGET))
+        worker = Worker(DEVICE, BUDGET, 30.0, execution_memory=DeviceMemory(DEVICE, BUDGET))
         try:
             await test(worker, worker.open_session("trainer"))
         finally:
@@ -60,10 +60,10 @@ async def run(worker: Worker, session: SessionState, number: int) -> None:
 async def backward(worker: Worker, session: SessionState, number: int) -> None:
     """Requests the backward of a segment that `run` has saved."""
     gradient = torch.ones(4, device=DEVICE)
-    start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
+    start = executions.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
 
     def prepare() -> Any:
-        return partial(segment_runs.backward, start=start, gradients={0: gradient})
+        return partial(executions.backward, start=start, gradients={0: gradient})
 
     result = await worker.engine.request(worker.segment(session, number), FIRST, prepare, 0.1).answer
     assert [outgoing.tensor.tolist() for outgoing in result.bundle.tensors] == [[3.0] * 4] * 2
@@ -112,7 +112,7 @@ def test_a_reserve_does_not_delay_an_accepted_segment() -> None:
     with_worker(test)
 
 
-def test_blocks_kept_for_several_streams_are_given_back_before_a_run_beyond_the_budget() -> None:
+def test_blocks_kept_for_several_streams_are_given_back_before_an_execution_beyond_the_budget() -> None:
     memory = DeviceMemory(DEVICE, BUDGET)
     held = torch.cuda.memory_reserved(DEVICE)
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_blocks_kept_for_several_streams_are_given_back_before_a_run_beyond_the_
     assert torch.cuda.memory_reserved(DEVICE) <= held
 
 
-def test_a_device_that_is_broken_fails_in_the_run_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_broken_fails_in_the_execution_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -150,7 +150,7 @@ def test_the_reserve_is_in_the_status(simulation: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_the_device_has_no_memory_for_is_recovered(simulation: Any) -> None:
+def test_an_execution_that_the_device_has_no_memory_for_is_recovered(simulation: Any) -> None:
     def similar(x: Tensor) -> Tensor:
         with torch.no_grad():  # the op takes the size of [64, 64, 4096] for itself
             similarity = functional.cosine_similarity(x.unsqueeze(1), x.unsqueeze(0), dim=-1)

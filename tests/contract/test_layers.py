@@ -91,7 +91,7 @@ def test_imports_have_no_circles() -> None:
         visit(name, ())
 
 
-@pytest.mark.parametrize(("folder", "interface"), [("record", "custom_functions"), ("replay", "custom_runs")])
+@pytest.mark.parametrize(("folder", "interface"), [("record", "custom_functions"), ("replay", "custom_execution")])
 def test_custom_functions_have_one_interface(folder: str, interface: str) -> None:
     """So that recording and replaying read without them."""
     package = f"backhaul_runtime.{folder}"

@@ -304,7 +304,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usual_limits: None) -> None:
+def test_an_execution_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usual_limits: None) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
     key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
     hogged = hog.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=[0]))

@@ -112,7 +112,7 @@ def test_replays_that_do_not_fit_run_again_for_their_outputs() -> None:
         assert session.report().remote > 0
 
 
-def test_two_workers_derive_their_own_runs(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
+def test_two_workers_derive_their_own_arcs(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     addresses = f"{worker.address},{own_worker.address}"
     with backhaul.connect(addresses, settings=quiet(boundaries="derive")) as session:
         assert differing(train(session.checkpoint, session.accumulate), train(plainly)) == []

@@ -170,9 +170,9 @@ PLAIN = PlainProfile(
     tokens=1024,
     footprint=Footprint(18 << 20, 18 << 20, 20 << 20),
 )
-RUN = SegmentTimes(1, 8, 0.001, 0.01, 0.02, 0.0, 0.0, 8, {})
+TIMES = SegmentTimes(1, 8, 0.001, 0.01, 0.02, 0.0, 0.0, 8, {})
 LINK = LinkProfile(10 * GBIT, 10 * GBIT, 1e-4, True)
-WORKER = WorkerProfile("gpu-box:50051", version(), GIB, {}, LINK, (RUN,))
+WORKER = WorkerProfile("gpu-box:50051", version(), GIB, {}, LINK, (TIMES,))
 AROUND = Surroundings(24 << 20, 0.0)
 
 
@@ -186,7 +186,7 @@ def test_a_good_worker_has_no_notes() -> None:
 
 
 def test_data_parallelism_is_better_if_the_model_fits_on_both_machines() -> None:
-    fast = replace(WORKER, runs=(replace(RUN, replay_s=0.002, replay_backward_s=0.004),))
+    fast = replace(WORKER, segment_times=(replace(TIMES, replay_s=0.002, replay_backward_s=0.004),))
     check = checks_of(fast)["alternative"]
     assert check.state == "note"
     assert check.todo.startswith("Use DistributedDataParallel")
@@ -194,7 +194,7 @@ def test_data_parallelism_is_better_if_the_model_fits_on_both_machines() -> None
 
 
 def test_a_slow_worker_is_told_to_defer() -> None:
-    slow = replace(WORKER, runs=(replace(RUN, replay_s=0.03, replay_backward_s=0.06),))
+    slow = replace(WORKER, segment_times=(replace(TIMES, replay_s=0.03, replay_backward_s=0.06),))
     check = checks_of(slow)["speed"]
     assert check.state == "note"
     assert "0.33 times as fast" in check.text and "needs 0.75" in check.text
@@ -224,10 +224,10 @@ def test_weights_need_tokens() -> None:
 
 
 def test_a_fast_link_to_the_host_is_better() -> None:
-    recording = replace(WORKER, runs=(replace(RUN, record_s=0.03),), memory_bytes=40 << 20)
+    recording = replace(WORKER, segment_times=(replace(TIMES, record_s=0.03),), memory_bytes=40 << 20)
     check = checks_of(recording, around=replace(AROUND, host_bytes_per_s=25e9))["alternative"]
     assert "offloading" in check.todo
-    here = replace(recording, link=replace(LINK, crosses_network=False), runs=(replace(RUN, record_s=0.04),))
+    here = replace(recording, link=replace(LINK, crosses_network=False), segment_times=(replace(TIMES, record_s=0.04),))
     assert "offload=True" in checks_of(here, around=replace(AROUND, host_bytes_per_s=1e6))["alternative"].todo
 
 

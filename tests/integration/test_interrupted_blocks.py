@@ -16,7 +16,7 @@ from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.block_times import EndedBlock
 from backhaul._accumulate.gradients import HeldGradients
 from backhaul._accumulate.reductions import Reductions
-from backhaul._accumulate.remote_runs import RemoteRuns
+from backhaul._accumulate.remote_chains import RemoteChains
 from backhaul._dispatch import dispatcher
 from backhaul_runtime import errors
 from backhaul_runtime.record.contents import FixedDigests
@@ -31,7 +31,7 @@ LATER = {
     "forget reductions": (Reductions, "end"),
     "abandon reductions": (Reductions, "abandon"),
     "drop gradients": (HeldGradients, "drop"),
-    "end threads": (RemoteRuns, "end"),
+    "end threads": (RemoteChains, "end"),
     "stop the time": (Stopwatch, "stop"),
     "describe the block": (AccumulationBlock, "ended"),
     "report": (EndedBlock, "report"),

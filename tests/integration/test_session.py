@@ -222,7 +222,7 @@ def test_a_budget_for_some_segments_serves_those(returns: str) -> None:
         assert memory.segment_bytes + memory.cached_bytes + memory.working_bytes <= memory.budget_bytes
 
 
-def test_two_workers_get_a_contiguous_run_each(
+def test_two_workers_get_a_contiguous_arc_each(
     worker: WorkerProcess, own_worker: WorkerProcess, equal_speeds: None
 ) -> None:
     before = worker.telemetry().recomputed_segments

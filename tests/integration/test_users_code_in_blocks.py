@@ -440,12 +440,12 @@ def test_a_block_after_one_that_could_not_end(session: Session, monkeypatch: pyt
             for _ in range(MICRO_BATCHES):
                 block.backward(model.loss(session.checkpoint, torch.randn(8, WIDTH)))
             if last == "collect":
-                block._runs.begin_collecting(())
+                block._chains.begin_collecting(())
             raise KeyboardInterrupt
         patch.undo()
         # The old thread goes on while the next block runs, and afterwards.
         ours = gradients(session, happen=lambda number, _: late.set_result(None) if number == 1 else None)
     assert differing(ours, gradients(None)) == []
-    for thread in block._runs._threads.values():
+    for thread in block._chains._threads.values():
         thread.end()
     assert differing(gradients(session), gradients(None)) == []

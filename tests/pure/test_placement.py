@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul._dispatch.placement import CHANGED, FIRST_RUN, SPEED_STEPS, Placement, Ring, parts_by_speed
+from backhaul._dispatch.placement import CHANGED, FIRST_ARC, SPEED_STEPS, Placement, Ring, parts_by_speed
 
 THIRD = 1 / 3 + 1e-9
 
@@ -21,11 +21,11 @@ def one_pass(placement: Placement, segments: int, workers: str | Mapping[str, fl
     return placed
 
 
-def test_first_pass_goes_in_short_runs() -> None:
-    assert one_pass(Placement(), 10, "ab") == "a" * FIRST_RUN + "b" * FIRST_RUN + "aa"
+def test_first_pass_goes_in_short_arcs() -> None:
+    assert one_pass(Placement(), 10, "ab") == "a" * FIRST_ARC + "b" * FIRST_ARC + "aa"
 
 
-def test_later_passes_give_each_worker_one_contiguous_run() -> None:
+def test_later_passes_give_each_worker_one_contiguous_arc() -> None:
     placement = Placement()
     one_pass(placement, 10, "abc")
     assert one_pass(placement, 10, "cab") == "aaabbbbccc"
@@ -72,7 +72,7 @@ def test_the_last_segments_of_one_pass_move_no_other_segment() -> None:
     assert one_pass(placement, 6, "ab") == "aaabbb"
 
 
-def test_faster_workers_get_longer_runs() -> None:
+def test_faster_workers_get_longer_arcs() -> None:
     placement = Placement()
     one_pass(placement, 8, "ab")
     placement.begin_block(0)
@@ -141,7 +141,7 @@ def test_all_ranks_have_the_same_map(speeds: list[float], random: object) -> Non
     assert Ring().changed(dict(by_name)) == Ring().changed(shuffled)
 
 
-def test_equal_workers_begin_with_one_run_each() -> None:
+def test_equal_workers_begin_with_one_arc_each() -> None:
     assert ring_of(4) == Ring(tuple((f"w{number:02}", 0.25) for number in range(4)), 0.0)
     assert ring_of(3).changed(dict.fromkeys(["w00", "w01", "w02"], 1.0)) == ring_of(3)
 

@@ -34,8 +34,8 @@ PLAIN = PlainProfile(
     tokens=1,
     footprint=Footprint(17 * MIB, 17 * MIB, 20 * MIB),
 )
-RUN = SegmentTimes(1, 16, 0.0, 1.0, 2.0, 0.0, 0.0, 16, {})
-FREE = LayerCosts(PLAIN, (RUN,), has_free_transport=True)
+TIMES = SegmentTimes(1, 16, 0.0, 1.0, 2.0, 0.0, 0.0, 16, {})
+FREE = LayerCosts(PLAIN, (TIMES,), has_free_transport=True)
 """Sixteen layers whose backward takes twice as long as their forward. Everything else takes no time."""
 EQUAL = PlannedWorker("a:1", 1.0, 0)
 PLENTY = 1 << 40
@@ -85,7 +85,7 @@ def test_recording_and_transfers_take_time() -> None:
     costs = replace(
         FREE,
         segments=tuple(
-            replace(RUN, layers=layers, record_s=0.5 * layers, upload_s=0.25, finish_s=0.125) for layers in (1, 3)
+            replace(TIMES, layers=layers, record_s=0.5 * layers, upload_s=0.25, finish_s=0.125) for layers in (1, 3)
         ),
     )
     of_two = costs.at(2)

@@ -252,7 +252,7 @@ def test_never_above_the_room_and_always_in_order_of_need(steps: list[tuple[str,
                 schedule.dropped(key)
                 del holds[key]
             started = alive[str(step.key[0])][step.key[1]]
-            in_use = started.run_bytes if step.key in holds else started.replay_bytes
+            in_use = started.execution_bytes if step.key in holds else started.replay_bytes
             holds.pop(step.key, None)
             assert sum(holds.values()) + in_use <= room
             schedule.started(step.key)

@@ -10,13 +10,13 @@ from backhaul_server.worker.engine.segment_machine import (
     Answer,
     AnswerError,
     DropReplay,
+    Execute,
     ForgetResult,
     Free,
     InvalidTransitionError,
     Key,
     Phase,
     ReplayAhead,
-    Run,
     SegmentMachine,
     SpeculateBackward,
 )
@@ -26,7 +26,7 @@ FIRST, SECOND = Key("backward", 1), Key("backward", 2)
 
 def test_a_request_runs_and_is_answered() -> None:
     machine = SegmentMachine()
-    assert machine.requested(FIRST) == [Run(FIRST)]
+    assert machine.requested(FIRST) == [Execute(FIRST)]
     assert machine.ran(FIRST, succeeded=True) == [Answer(FIRST)]
     assert machine.phase is Phase.SAVED
 
@@ -49,14 +49,14 @@ def test_a_later_backward_forgets_the_results_of_earlier_ones() -> None:
     machine = SegmentMachine()
     machine.requested(FIRST)
     machine.ran(FIRST, succeeded=True)
-    assert machine.requested(SECOND) == [ForgetResult(FIRST), Run(SECOND)]
+    assert machine.requested(SECOND) == [ForgetResult(FIRST), Execute(SECOND)]
 
 
 def test_a_failed_request_is_not_remembered() -> None:
     machine = SegmentMachine()
     machine.requested(FIRST)
     assert machine.ran(FIRST, succeeded=False) == [AnswerError(FIRST)]
-    assert machine.requested(FIRST) == [Run(FIRST)]
+    assert machine.requested(FIRST) == [Execute(FIRST)]
 
 
 def test_a_replay_ahead_is_used_by_the_request() -> None:
@@ -64,14 +64,14 @@ def test_a_replay_ahead_is_used_by_the_request() -> None:
     assert machine.replay_ahead() == [ReplayAhead()]
     assert machine.replayed(succeeded=True) == []
     assert machine.phase is Phase.READY
-    assert machine.requested(FIRST) == [Run(FIRST)]
+    assert machine.requested(FIRST) == [Execute(FIRST)]
 
 
 def test_a_request_waits_for_the_replay_ahead() -> None:
     machine = SegmentMachine()
     machine.replay_ahead()
     assert machine.requested(FIRST) == []
-    assert machine.replayed(succeeded=True) == [Run(FIRST)]
+    assert machine.replayed(succeeded=True) == [Execute(FIRST)]
 
 
 @pytest.mark.parametrize("succeeded", [True, False])
@@ -102,7 +102,7 @@ def test_release_frees_everything_once() -> None:
     assert machine.requested(FIRST) == [AnswerError(FIRST)]
 
 
-def test_a_release_during_a_run_drops_the_result() -> None:
+def test_a_release_during_an_execution_drops_the_result() -> None:
     machine = SegmentMachine()
     machine.requested(FIRST)
     machine.requested(SECOND)
@@ -127,7 +127,7 @@ def test_every_request_is_answered_exactly_once_whatever_happens(events: list[st
                     assert not replaying
                     assert running is None
                     replaying = True
-                case Run(key):
+                case Execute(key):
                     assert not replaying
                     assert running is None
                     running = key
@@ -229,5 +229,5 @@ def test_only_a_replay_that_is_ready_starts_a_speculative_backward() -> None:
     machine.replayed(succeeded=True)
     assert machine.speculate() == [SpeculateBackward()]
     assert machine.requested(FIRST) == []
-    assert machine.replayed(succeeded=True) == [Run(FIRST)]
+    assert machine.replayed(succeeded=True) == [Execute(FIRST)]
     assert machine.was_asked

@@ -73,7 +73,7 @@ def test_a_tensor_beyond_the_whole_budget_will_never_fit() -> None:
     assert (caught.value.retry_after_s, caught.value.budget_bytes, caught.value.needed_bytes) == (0.0, 100, 101)
 
 
-def test_a_segment_is_accepted_only_with_room_for_the_largest_run() -> None:
+def test_a_segment_is_accepted_only_with_room_for_the_largest_execution() -> None:
     store = filled(100, a=30, b=30)
     store.attach("s", OWNER, [b"a"], [], 50)
     with pytest.raises(BudgetError) as caught:
@@ -91,38 +91,38 @@ def test_a_segment_that_does_not_fit_alone_is_refused_for_good() -> None:
     assert store.usage().refusals == 1
 
 
-def test_a_run_makes_room_among_replays_and_results() -> None:
+def test_an_execution_makes_room_among_replays_and_results() -> None:
     store = filled(100, a=10, b=10)
     dropped: list[str] = []
     store.attach("s", OWNER, [b"a"], [], 40)
     store.attach("t", OWNER, [b"b"], [], 40)
     store.keep_ready("s", 30, lambda: dropped.append("s"))
     store.keep_result("r", 30, lambda: dropped.append("r"))
-    assert store.start_run("t") == 40
+    assert store.start_execution("t") == 40
     assert dropped == ["s"]
     store.keep_result("q", 40, lambda: dropped.append("q"))
     assert dropped == ["s", "r"]
     assert store.usage().working == 40
-    store.end_run(40)
+    store.end_execution(40)
     assert store.usage().working == 0
 
 
-def test_a_run_takes_over_what_is_ready_for_it() -> None:
+def test_an_execution_takes_over_what_is_ready_for_it() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 80)
     store.keep_ready("s", 60, pytest.fail)
-    assert store.start_run("s", 70) == 70
+    assert store.start_execution("s", 70) == 70
     assert store.usage().working == 70
 
 
-def test_a_run_that_begins_takes_its_replay_away_from_the_schedule_before_room_is_made() -> None:
+def test_an_execution_that_begins_takes_its_replay_away_from_the_schedule_before_room_is_made() -> None:
     store = filled(100, a=10, b=30)
     replays = ["t", "s"]
     store.last_needed = lambda: replays[-1]
     store.attach("s", OWNER, [b"a"], [], 60)
     for name, size in (("t", 10), ("s", 40)):
         store.keep_ready(name, size, lambda name=name: replays.remove(name))  # type: ignore[misc]
-    assert store.start_run("s", 60, lambda: replays.remove("s")) == 60
+    assert store.start_execution("s", 60, lambda: replays.remove("s")) == 60
     assert (replays, store.missing(OWNER, [b"b"])) == ([], [])
 
 
@@ -136,7 +136,7 @@ def test_the_schedule_chooses_the_replay_to_evict() -> None:
     assert store.usage().working == 30
 
 
-def test_tensors_are_accepted_beside_replays_but_not_beside_a_run() -> None:
+def test_tensors_are_accepted_beside_replays_but_not_beside_an_execution() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_ready("s", 50, pytest.fail)
@@ -157,22 +157,22 @@ def test_tensors_for_an_unsaved_segment_are_evicted_after_replays() -> None:
     assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], ["s"])
 
 
-def test_a_run_waits_for_an_answer_that_is_being_sent() -> None:
+def test_an_execution_waits_for_an_answer_that_is_being_sent() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)
     store.keep_result("r", 60, lambda: None)
     store.pin_result("r")
-    assert store.start_run("s") is None
+    assert store.start_execution("s") is None
     store.unpin_result("r")
-    assert store.start_run("s") == 50
+    assert store.start_execution("s") == 50
     assert store.usage().results == 0
 
 
-def test_a_run_of_a_released_segment_charges_nothing() -> None:
+def test_an_execution_of_a_released_segment_charges_nothing() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)
     store.detach("s")
-    assert store.start_run("s") == 0
+    assert store.start_execution("s") == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("pasdrefux"), st.integers(0, 5), st.integers(0, 60)), max_size=60))
@@ -192,18 +192,18 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
                 store.free_ready(number)
                 store.detach(number)
             elif kind in "rs" and number in store._segments and not running:
-                taken = store.start_run(number, size)
+                taken = store.start_execution(number, size)
                 assert taken is not None or pinned, "only an answer that is being sent is waited for"
                 if taken is not None:
                     running.append((number, taken))
             elif kind == "e" and running:
                 segment, taken = running.pop()
-                store.end_run(taken)
+                store.end_execution(taken)
                 if segment in store._segments:
                     store.keep_ready(segment, min(size, taken), lambda: None)
             elif kind == "f" and running:
                 _, taken = running.pop()
-                store.end_run(taken)
+                store.end_execution(taken)
                 store.forget_result(number)
                 if number not in pinned:
                     store.keep_result(number, min(size, taken), lambda: None)
@@ -219,11 +219,11 @@ def test_nothing_ever_exceeds_the_budget(steps: list[tuple[str, int, int]]) -> N
         assert sum(held) <= 100
 
 
-def test_a_segment_is_not_accepted_beside_a_run_that_another_would_need() -> None:
+def test_a_segment_is_not_accepted_beside_an_execution_that_another_would_need() -> None:
     store = filled(1000, b=300)
     store.attach("a", OWNER, [], [], 800)
     store.attach("c", OWNER, [], [], 100)
-    store.start_run("c")
+    store.start_execution("c")
     with pytest.raises(BudgetError):
         store.attach("b", OWNER, [b"b"], [], 10)
 

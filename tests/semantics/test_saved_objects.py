@@ -89,10 +89,10 @@ def test_kept_tensors_of_a_function_make_no_cycle(session: Session, returns: str
     gc.disable()
     try:
         weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(3, 4, requires_grad=True)
-        for runs_backward in (True, False):
+        for has_backward in (True, False):
             y = session.checkpoint(lambda x: saved_objects.SavesOutput.apply(x, weight), x, returns=returns)
             alive = weakref.ref(y.grad_fn)
-            if runs_backward:
+            if has_backward:
                 y.sum().backward()
             del y
             assert alive() is None

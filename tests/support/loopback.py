@@ -35,8 +35,8 @@ from backhaul_runtime.tensors.layout import Layout, copy_exact
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import unbundle
 from backhaul_server.worker.allowed import import_allowed
-from backhaul_server.worker.engine import segment_runs
-from backhaul_server.worker.engine.segment_runs import RunResult, SegmentInputs
+from backhaul_server.worker.engine import executions
+from backhaul_server.worker.engine.executions import ExecutionResult, SegmentInputs
 from backhaul_server.worker.rpc.segment_answers import encode_contributions
 from support.devices import DEVICE
 
@@ -48,7 +48,7 @@ class LoopbackSegment:
         self.work = work
         self.remote = remote
 
-    def _run(self, perform: Any) -> RunResult:
+    def _run(self, perform: Any) -> ExecutionResult:
         if self.remote.is_lost:
             raise WorkerLostError("gone", status="LOST")
         with isolated([torch.empty(0, device=DEVICE).device]), torch.enable_grad():
@@ -70,26 +70,26 @@ class LoopbackSegment:
             output: copy_exact(gradient) for output, gradient in gradients.items() if isinstance(gradient, Tensor)
         }
         self.remote.given |= {address_of(copy): copy for copy in copies.values()}
-        run_result = self._run(
+        execution_result = self._run(
             partial(
-                segment_runs.backward,
-                start=segment_runs.BackwardInputs((), state, summed=tuple(summed)),
+                executions.backward,
+                start=executions.BackwardInputs((), state, summed=tuple(summed)),
                 gradients=copies,
             )
         )
-        result = segment_pb2.BackwardResult(contributions=encode_contributions(run_result))
-        tensors = [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors]
-        saved = Recomputed(run_result.saved_digests, run_result.saved_projections)
+        result = segment_pb2.BackwardResult(contributions=encode_contributions(execution_result))
+        tensors = [copy_exact(outgoing.tensor) for outgoing in execution_result.bundle.tensors]
+        saved = Recomputed(execution_result.saved_digests, execution_result.saved_projections)
         return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
-        run_result = self._run(partial(segment_runs.recompute, positions=list(wanted)))
+        execution_result = self._run(partial(executions.recompute, positions=list(wanted)))
         tensors = unbundle(
-            [copy_exact(outgoing.tensor) for outgoing in run_result.bundle.tensors], run_result.bundle.views
+            [copy_exact(outgoing.tensor) for outgoing in execution_result.bundle.tensors], execution_result.bundle.views
         )
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
-        return LoopbackTensors(Recomputed(run_result.saved_digests, run_result.saved_projections), tensors)
+        return LoopbackTensors(Recomputed(execution_result.saved_digests, execution_result.saved_projections), tensors)
 
     def drifted(self, drift: float) -> None:
         pass

@@ -10,10 +10,10 @@ from torch import Tensor
 from backhaul import SegmentUnknownError
 from backhaul_runtime.wire.bundle import bundle
 from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.engine.executions import ExecutionResult
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.gradient_sums import SUM_BYTES, GradientsToKeep, GradientSums
 from backhaul_server.worker.engine.segment import SessionState
-from backhaul_server.worker.engine.segment_runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 
@@ -45,12 +45,12 @@ def values(count: int) -> list[Tensor]:
     return [torch.randn(SIZE) * 10 ** float(torch.randint(-4, 4, ())) for _ in range(count)]
 
 
-def finished(*contributions: Tensor) -> RunResult:
+def finished(*contributions: Tensor) -> ExecutionResult:
     """One source, used so often."""
-    return RunResult(bundle(list(enumerate(contributions))), (), (0,) * len(contributions))
+    return ExecutionResult(bundle(list(enumerate(contributions))), (), (0,) * len(contributions))
 
 
-def keep(sums: GradientSums, segment: int, contributions: Sequence[Tensor], pass_number: int = 0) -> RunResult:
+def keep(sums: GradientSums, segment: int, contributions: Sequence[Tensor], pass_number: int = 0) -> ExecutionResult:
     return sums.keep(segment, 1, GradientsToKeep({0: 7}, pass_number), finished(*contributions), [torch.zeros(SIZE)])
 
 

@@ -25,19 +25,19 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return time
 
 
-def test_a_run_has_a_deadline_and_the_next_one_another(now: list[float]) -> None:
+def test_an_execution_has_a_deadline_and_the_next_one_another(now: list[float]) -> None:
     limited = Bounds(5.0)
     limited.begin(0)
     now[0] = 5.0
     limited.check()
     now[0] = 5.1
-    with pytest.raises(ReplayError, match=r"ended after 5 s: make segments smaller, .* larger --run-limit"):
+    with pytest.raises(ReplayError, match=r"ended after 5 s: make segments smaller, .* larger --execution-limit"):
         limited.check()
     limited.begin(0)
     limited.check()
 
 
-def test_a_long_speculative_run_ends_when_a_request_waits() -> None:
+def test_a_long_speculative_execution_ends_when_a_request_waits() -> None:
     waits = False
     ahead = Bounds(math.inf)
     ahead.begin(0, lambda: waits)
@@ -59,14 +59,14 @@ def test_a_cancelled_segment_stays_cancelled() -> None:
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_keeps_no_memory() -> None:
+def test_a_cancelled_execution_keeps_no_memory() -> None:
     cancelled = Bounds(math.inf)
-    nodes_run = 0
+    nodes_done = 0
 
     def cancel_later() -> bool:
-        nonlocal nodes_run
-        nodes_run += 1
-        if nodes_run == 300:  # by now the graph has hooks that call the check
+        nonlocal nodes_done
+        nodes_done += 1
+        if nodes_done == 300:  # by now the graph has hooks that call the check
             cancelled.set(DrainingError("ended"))
         return False
 
@@ -77,7 +77,7 @@ def test_a_cancelled_run_keeps_no_memory() -> None:
         Replay(ALL_SAVED, [source], [], keep_saved=True, check=cancelled.check)
     del caught, source
     gc.collect()
-    assert nodes_run == 300
+    assert nodes_done == 300
     assert source_ref() is None
 
 
@@ -114,8 +114,8 @@ def test_backward_is_cancelled_between_its_ops_and_keeps_the_errors_name(program
 
 
 @pytest.mark.slow
-def test_an_op_that_takes_far_more_memory_than_its_run_fails_alone() -> None:
-    memory = bounds.RunMemory(64 << 20)
+def test_an_op_that_takes_far_more_memory_than_its_execution_fails_alone() -> None:
+    memory = bounds.ExecutionMemory(64 << 20)
     most = memory.begin(1 << 20)
     x = torch.ones(1 << 10)
     with memory.limited(most, torch.get_num_threads()), pytest.raises(RuntimeError, match="memory"):

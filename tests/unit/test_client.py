@@ -19,7 +19,7 @@ from backhaul._forward.checkpoint import name_of
 from backhaul._torch_api.call_options import options_of
 from backhaul._torch_api.wrap import SegmentModule, unwrap
 from backhaul._worker_client.connection import deadlines
-from backhaul._worker_client.connection.deadlines import Liveness, longest_queue_s, longest_run_s
+from backhaul._worker_client.connection.deadlines import Liveness, longest_execution_s, longest_queue_s
 from conftest import QUIET_S
 from support.loopback import Loopback
 
@@ -36,15 +36,15 @@ def test_silence_is_what_the_waiter_was_awake_for(monkeypatch: pytest.MonkeyPatc
 
 def test_a_queue_that_is_longer_than_the_work_is_not_waited_for(usual_limits: None) -> None:
     assert (longest_queue_s(0.1), longest_queue_s(3.0)) == (1.0, 6.0)
-    assert (longest_run_s(0.1), longest_run_s(3.0)) == (5.0, 12.0)
+    assert (longest_execution_s(0.1), longest_execution_s(3.0)) == (5.0, 12.0)
 
 
 def test_a_time_that_is_unknown_limits_nothing() -> None:
-    assert longest_queue_s(None) == longest_run_s(None) == math.inf
+    assert longest_queue_s(None) == longest_execution_s(None) == math.inf
 
 
 def test_limits_do_not_expire_in_tests_that_are_not_about_them() -> None:
-    assert longest_queue_s(0.0) == longest_run_s(0.0) == resolve().silence_s == QUIET_S
+    assert longest_queue_s(0.0) == longest_execution_s(0.0) == resolve().silence_s == QUIET_S
 
 
 @pytest.mark.slow

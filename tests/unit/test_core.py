@@ -17,13 +17,13 @@ from backhaul_runtime.program.program import NODE_BYTES, Node, Program, ResultRe
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_server.worker.engine import segment_runs
+from backhaul_server.worker.engine import executions
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 
 FIRST = Key("backward", 1)
-START = segment_runs.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
+START = executions.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
 
 
 def with_worker(
@@ -82,9 +82,11 @@ async def saved(worker: Worker, session: SessionState, number: int = 1, value: f
     return worker.segment(session, number)
 
 
-async def backward(worker: Worker, session: SessionState, segment: Segment, key: Key = FIRST) -> segment_runs.RunResult:
+async def backward(
+    worker: Worker, session: SessionState, segment: Segment, key: Key = FIRST
+) -> executions.ExecutionResult:
     def prepare() -> Any:
-        return partial(segment_runs.backward, start=START, gradients={0: torch.ones(4)})
+        return partial(executions.backward, start=START, gradients={0: torch.ones(4)})
 
     return await worker.engine.request(segment, key, prepare, 0.1).answer
 
@@ -290,7 +292,7 @@ async def test_generator_states_without_a_draw_are_refused(worker: Worker, state
 
 
 @pytest.mark.parametrize("end", ["release", "close", "lease"])
-def test_the_end_of_a_segment_cancels_its_run(end: str) -> None:
+def test_the_end_of_a_segment_cancels_its_execution(end: str) -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)

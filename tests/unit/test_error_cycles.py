@@ -31,7 +31,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def test_a_run_that_a_release_ends() -> None:
+def test_an_execution_that_a_release_ends() -> None:
     async def test(worker: Worker) -> None:
         session = worker.open_session("trainer")
         segment = await saved(worker, session)

@@ -45,7 +45,7 @@ def seen(module: nn.Module, x: Tensor) -> tuple[Footprint, Footprint, int]:
     gradients = {0: torch.ones(kept[0]._outputs[0].shape)}
     taken: list[object] = []
     backward = max(live for _, live in live_bytes(lambda: taken.append(kept[0].backward(gradients))))
-    need = program.run_bytes([source.layout.gradient_bytes for source in recorder.recording.sources])
+    need = program.execution_bytes([source.layout.gradient_bytes for source in recorder.recording.sources])
     return measured, Footprint(replay, events[-1][1], events[-1][1] + backward), need
 
 
@@ -58,7 +58,7 @@ def test_no_less_is_measured_than_is_allocated_and_little_more(build: Callable[[
     assert allocated.replay_bytes - slack <= measured.replay_bytes <= allocated.replay_bytes * 1.05
     assert allocated.ready_bytes - slack <= measured.ready_bytes <= allocated.ready_bytes * 1.05
     assert allocated.backward_bytes - slack <= measured.backward_bytes <= allocated.backward_bytes * 1.5
-    assert measured.run_bytes <= need
+    assert measured.execution_bytes <= need
 
 
 def test_nothing_is_measured_unless_it_is_asked_for() -> None:

@@ -160,7 +160,7 @@ def replay(*nodes: Node, states: tuple[bytes, ...] = ()) -> Replay:
     return Replay(decode_program(encode_program(program(*nodes)), CPU), [torch.ones(4)], states)
 
 
-def test_a_run_stops_where_sizes_differ_from_those_declared() -> None:
+def test_an_execution_stops_where_sizes_differ_from_those_declared() -> None:
     with pytest.raises(ReplayError, match=r"took \(16,\) bytes on replay, \(8,\) when recorded"):
         replay(node("aten.add.Tensor", X, 1, result_bytes=(8,)))
 

@@ -15,7 +15,7 @@ from backhaul_runtime.program.program import Node, Program, ResultRef, Source, S
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
-from backhaul_server.worker.engine import segment_runs, speculation
+from backhaul_server.worker.engine import executions, speculation
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import (
     Key,
@@ -51,17 +51,17 @@ async def chain(worker: Worker, values: list[float]) -> list[Segment]:
     return [worker.segment(session, number) for number in range(1, len(values) + 1)]
 
 
-async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, runs_anew: bool) -> torch.Tensor:
+async def backward(worker: Worker, segment: Segment, gradient: torch.Tensor, *, is_anew: bool) -> torch.Tensor:
     """Requests a backward, and returns the gradient. Checks whether a run or a speculative result answered it."""
-    start = segment_runs.BackwardInputs(((0, address_of(gradient)),), STATE)
+    start = executions.BackwardInputs(((0, address_of(gradient)),), STATE)
     ran = []
 
-    def perform(work: segment_runs.SegmentInputs, ready: segment_runs.LiveReplay | None) -> segment_runs.RunResult:
+    def perform(work: executions.SegmentInputs, ready: executions.LiveReplay | None) -> executions.ExecutionResult:
         ran.append(True)
-        return segment_runs.backward(work, ready, start, {0: gradient}, segment.predecessors)
+        return executions.backward(work, ready, start, {0: gradient}, segment.predecessors)
 
     result = await worker.engine.request(segment, FIRST, lambda: perform, 0.1, start).answer
-    assert bool(ran) is runs_anew
+    assert bool(ran) is is_anew
     bundle = result.bundle
     return sum(bundle.tensors[view.tensor_index].tensor for view in bundle.views)  # type: ignore[return-value]
 
@@ -74,18 +74,18 @@ async def idle(worker: Worker) -> None:
 @in_worker()
 async def test_a_speculative_backward_from_the_right_gradients_is_the_answer(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0, 16.0])
-    gradient = await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+    gradient = await backward(worker, segments[2], torch.ones(4), is_anew=True)
     await idle(worker)
     for segment, value in ((segments[1], 4.0), (segments[0], 2.0)):
         expected = gradient * 2 * value
-        gradient = await backward(worker, segment, gradient, runs_anew=False)
+        gradient = await backward(worker, segment, gradient, is_anew=False)
         assert torch.equal(gradient, expected)
     assert (worker.engine.work.hits, worker.engine.work.misses, worker.engine.work.recomputed) == (2, 0, 3)
     assert worker.store.usage().working == 0
 
 
 @in_worker()
-async def test_a_run_evicts_no_replay_that_it_takes_over_itself(worker: Worker) -> None:
+async def test_an_execution_evicts_no_replay_that_it_takes_over_itself(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0, 16.0])
     await idle(worker)
     store = worker.store
@@ -97,8 +97,8 @@ async def test_a_run_evicts_no_replay_that_it_takes_over_itself(worker: Worker) 
     for part in (2, 1):  # tensors that arrive for a segment which is not saved yet are evicted after replays
         put(worker, segments[0].session, torch.ones((free_bytes() // part - ENTRY_BYTES) // 4))
     first = segments[0].footprint
-    assert free_bytes() < first.run_bytes - first.ready_bytes
-    assert worker.engine._start_run(segments[0], first.run_bytes) is not None
+    assert free_bytes() < first.execution_bytes - first.ready_bytes
+    assert worker.engine._start_execution(segments[0], first.execution_bytes) is not None
     assert [segment.machine.phase for segment in segments] == [Phase.READY, Phase.SAVED, Phase.READY]
     assert segments[0].ready is not None
 
@@ -106,9 +106,9 @@ async def test_a_run_evicts_no_replay_that_it_takes_over_itself(worker: Worker) 
 @in_worker()
 async def test_a_speculative_backward_from_other_gradients_is_discarded(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
-    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await backward(worker, segments[1], torch.ones(4), is_anew=True)
     await idle(worker)
-    gradient = await backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True)
+    gradient = await backward(worker, segments[0], torch.full((4,), 0.5), is_anew=True)
     assert torch.equal(gradient, torch.full((4,), 2.0))
     assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
     assert worker.store.usage().working == 0
@@ -118,20 +118,20 @@ async def test_a_speculative_backward_from_other_gradients_is_discarded(worker: 
 async def test_a_request_waits_for_its_speculative_backward(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
     await idle(worker)  # both replays are there
-    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    gradient = await backward(worker, segments[1], torch.ones(4), is_anew=True)
     assert segments[0].speculation is not None
     assert segments[0].speculation.result is None
-    await backward(worker, segments[0], gradient, runs_anew=False)
+    await backward(worker, segments[0], gradient, is_anew=False)
 
 
 @in_worker()
 async def test_other_ambient_settings_are_another_request(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
-    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    gradient = await backward(worker, segments[1], torch.ones(4), is_anew=True)
     await idle(worker)
     with torch.autocast("cpu", torch.bfloat16):
-        start = segment_runs.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
-    perform = partial(segment_runs.backward, start=start, gradients={0: gradient})
+        start = executions.BackwardInputs(((0, address_of(gradient)),), ambient_state.capture())
+    perform = partial(executions.backward, start=start, gradients={0: gradient})
     await worker.engine.request(segments[0], FIRST, lambda: perform, 0.1, start).answer
     assert (worker.engine.work.hits, worker.engine.work.misses) == (0, 1)
 
@@ -139,20 +139,20 @@ async def test_other_ambient_settings_are_another_request(worker: Worker) -> Non
 @in_worker()
 async def test_speculative_results_are_evicted_when_memory_is_needed(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
-    gradient = await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    gradient = await backward(worker, segments[1], torch.ones(4), is_anew=True)
     await idle(worker)
     usage = worker.store.usage()
     held = usage.segments + usage.sessions
-    worker.store.expect(segments[0].session, usage.budget - held - segments[0].footprint.run_bytes)
+    worker.store.expect(segments[0].session, usage.budget - held - segments[0].footprint.execution_bytes)
     assert segments[0].speculation is None
     assert segments[0].machine.phase is Phase.SAVED
-    assert torch.equal(await backward(worker, segments[0], gradient, runs_anew=True), gradient * 4)
+    assert torch.equal(await backward(worker, segments[0], gradient, is_anew=True), gradient * 4)
 
 
 @in_worker()
 async def test_a_segment_released_during_its_speculative_backward_leaves_nothing(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
-    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await backward(worker, segments[1], torch.ones(4), is_anew=True)
     session: SessionState = segments[0].session
     worker.close_session(session.id)
     await idle(worker)
@@ -166,7 +166,7 @@ async def test_a_segment_released_during_its_speculative_backward_leaves_nothing
 async def test_a_released_predecessor_is_skipped(worker: Worker) -> None:
     segments = await chain(worker, [2.0, 4.0])
     worker.release(segments[0].session, [1])
-    await backward(worker, segments[1], torch.ones(4), runs_anew=True)
+    await backward(worker, segments[1], torch.ones(4), is_anew=True)
     await idle(worker)
     assert worker.engine.work.recomputed == 1
 
@@ -178,15 +178,15 @@ async def test_short_speculative_backwards_share_a_job(
     segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
     await idle(worker)
     jobs: list[int] = []
-    run_backwards = worker.engine._run_backwards
+    executed_backwards = worker.engine._run_backwards
 
     def noted(first: Segment) -> None:
         jobs.append(first.id)
-        run_backwards(first)
+        executed_backwards(first)
 
     monkeypatch.setattr(worker.engine, "_run_backwards", noted)
     queue = segments[0].session.open_push_queue()
-    await backward(worker, segments[3], torch.ones(4), runs_anew=True)
+    await backward(worker, segments[3], torch.ones(4), is_anew=True)
     await idle(worker)
     assert jobs == ([3] if short_s else [3, 2, 1])
     pushed = [queue.get_nowait() for _ in range(queue.qsize())]
@@ -200,9 +200,9 @@ async def test_a_segment_released_in_the_midst_of_its_chain(
 ) -> None:
     segments = await chain(worker, [2.0, 4.0, 16.0, 256.0])
     await idle(worker)
-    run = segment_runs.backward
+    run = executions.backward
 
-    def run_and_release(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
+    def run_and_release(work: executions.SegmentInputs, *args: Any) -> executions.ExecutionResult:
         if work is first:
             asyncio.run_coroutine_threadsafe(release(), loop).result()
         return run(work, *args)
@@ -211,8 +211,8 @@ async def test_a_segment_released_in_the_midst_of_its_chain(
         worker.release(segments[0].session, [gone])
 
     loop, first = asyncio.get_running_loop(), segments[2].inputs
-    monkeypatch.setattr(segment_runs, "backward", run_and_release)
-    await backward(worker, segments[3], torch.ones(4), runs_anew=True)
+    monkeypatch.setattr(executions, "backward", run_and_release)
+    await backward(worker, segments[3], torch.ones(4), is_anew=True)
     await idle(worker)
     assert [segment.speculation is not None for segment in segments] == [False, gone == 1, True, False]
     assert segments[gone - 1].ready is None
@@ -225,22 +225,22 @@ async def test_a_segment_released_in_the_midst_of_its_chain(
 async def test_a_request_in_the_midst_of_its_chain_is_answered(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     segments = await chain(worker, [2.0, 4.0, 16.0])
     await idle(worker)
-    run = segment_runs.backward
+    run = executions.backward
     asked: list[asyncio.Task[torch.Tensor]] = []
 
-    def run_and_ask(work: segment_runs.SegmentInputs, *args: Any) -> segment_runs.RunResult:
+    def run_and_ask(work: executions.SegmentInputs, *args: Any) -> executions.ExecutionResult:
         if work is middle and not asked:
             asked.append(asyncio.run_coroutine_threadsafe(ask(), loop).result())
         return run(work, *args)
 
     async def ask() -> "asyncio.Task[torch.Tensor]":
-        task = asyncio.create_task(backward(worker, segments[0], torch.full((4,), 0.5), runs_anew=True))
+        task = asyncio.create_task(backward(worker, segments[0], torch.full((4,), 0.5), is_anew=True))
         await asyncio.sleep(0)
         return task
 
     loop, middle = asyncio.get_running_loop(), segments[1].inputs
-    monkeypatch.setattr(segment_runs, "backward", run_and_ask)
-    await backward(worker, segments[2], torch.ones(4), runs_anew=True)
+    monkeypatch.setattr(executions, "backward", run_and_ask)
+    await backward(worker, segments[2], torch.ones(4), is_anew=True)
     await idle(worker)
     assert torch.equal(await asked[0], torch.full((4,), 2.0))
     worker.close_session(segments[0].session.id)
@@ -342,7 +342,7 @@ async def test_a_mispredicted_segment_is_replaced(worker: Worker) -> None:
     await asyncio.sleep(0)  # its replay may run now
     assert worker.saver.save(session, 1, program, [three], [0], [], "", False) == (False, [])
     segment = worker.segment(session, 1)
-    gradient = await backward(worker, segment, torch.ones(4), runs_anew=True)
+    gradient = await backward(worker, segment, torch.ones(4), is_anew=True)
     assert torch.equal(gradient, torch.full((4,), 6.0))
     assert worker.engine.work.misses == 1
     await idle(worker)

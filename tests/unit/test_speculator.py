@@ -12,8 +12,8 @@ from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.bundle import bundle
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.engine.executions import BackwardInputs, ExecutionResult, LiveReplay, SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState, SpeculativeBackward
-from backhaul_server.worker.engine.segment_runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.speculation import Keep, ReplayAgain, Speculate, Speculator
 from unit.test_core import squaring
 
@@ -47,9 +47,9 @@ def replayed(segment: Segment) -> LiveReplay:
     return segment.inputs.replay(keep_saved=False)
 
 
-def result_from(gradient: torch.Tensor) -> RunResult:
+def result_from(gradient: torch.Tensor) -> ExecutionResult:
     outgoing = OutgoingTensor(gradient, layout_of(gradient), b"address")
-    return RunResult(bundle([]), (), (), chained={0: outgoing})
+    return ExecutionResult(bundle([]), (), (), chained={0: outgoing})
 
 
 def test_only_what_is_expected_is_replayed(speculator: Speculator, session: SessionState) -> None:
@@ -96,7 +96,7 @@ def test_a_predicted_backward_is_worked_on_and_then_taken_once(speculator: Specu
     assert predicted is not None
     assert predicted.inputs.addresses == ((0, b"address"),)
     assert speculator.next(ROOM_BYTES) == Speculate(first, ())
-    result = RunResult(bundle([]), (), ())
+    result = ExecutionResult(bundle([]), (), ())
     first.ready = None
     (kept,) = speculator.ran_backwards([first], [replace(predicted, result=result)])
     assert kept == Keep(first, result.kept_bytes([]), is_done=True)
@@ -107,7 +107,7 @@ def test_a_predicted_backward_is_worked_on_and_then_taken_once(speculator: Specu
 
 def test_a_backward_from_other_gradients_is_a_miss(speculator: Speculator, session: SessionState) -> None:
     segment = saved(speculator, session, 1)
-    segment.speculation = SpeculativeBackward(BackwardInputs((), STATE), {}, RunResult(bundle([]), (), ()))
+    segment.speculation = SpeculativeBackward(BackwardInputs((), STATE), {}, ExecutionResult(bundle([]), (), ()))
     assert speculator.take(segment, BackwardInputs(((0, b"other"),), STATE)) is None
     assert (speculator.hits, speculator.misses) == (0, 1)
 
@@ -120,7 +120,7 @@ def test_backwards_behind_one_that_failed_leave_their_replays(speculator: Specul
 
 def test_a_segment_released_during_its_backward_leaves_nothing(speculator: Speculator, session: SessionState) -> None:
     segment = saved(speculator, session, 1)
-    ran = SpeculativeBackward(BackwardInputs((), STATE), {}, RunResult(bundle([]), (), ()))
+    ran = SpeculativeBackward(BackwardInputs((), STATE), {}, ExecutionResult(bundle([]), (), ()))
     speculator.remove(segment)
     segment.inputs = None
     assert speculator.ran_backwards([segment], [ran]) == [Keep(segment, None)]

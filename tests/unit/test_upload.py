@@ -184,7 +184,7 @@ def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload)
 
 @pytest.mark.parametrize("moves", [True, False], ids=["bytes move", "the trainer's own device is at work"])
 def test_backward_waits_for_an_upload_however_long_it_takes(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_RUN_LIMIT_S", 0.2)
+    monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_EXECUTION_LIMIT_S", 0.2)
     connection = FakeLink()
     connection.silence_s = 0.2
     uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)

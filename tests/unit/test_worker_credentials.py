@@ -28,7 +28,7 @@ def test_all_that_a_file_may_say(tmp_path: Path) -> None:
         token_files = ["a.token", "/run/secrets/b"]
         memory = "8GiB"
         inflight = "64 MiB"
-        runs = 4
+        requests = 4
         sessions = 2
 
         [watcher]
@@ -54,10 +54,10 @@ def test_all_that_a_file_may_say(tmp_path: Path) -> None:
         ("[alice]\ntoken_files = []", "needs token_files"),
         ('[alice]\ntoken_files = [""]', "needs token_files"),
         ('[alice]\ntoken_files = ["a"]\nmemroy = "1GiB"', 'the unknown key "memroy", did you mean memory?'),
-        ('[alice]\ntoken_files = ["a"]\nzzz = 1', "allowed are token_files, memory, inflight, runs, sessions"),
+        ('[alice]\ntoken_files = ["a"]\nzzz = 1', "allowed are token_files, memory, inflight, requests, sessions"),
         ('[alice]\ntoken_files = ["a"]\nmemory = 5', "has a wrong memory: write a size with its unit"),
         ('[alice]\ntoken_files = ["a"]\nmemory = "64"', "has no unit"),
-        ('[alice]\ntoken_files = ["a"]\nruns = 0', "has a wrong runs: write a whole number above 0"),
+        ('[alice]\ntoken_files = ["a"]\nrequests = 0', "has a wrong requests: write a whole number above 0"),
         ('[alice]\ntoken_files = ["a"]\nsessions = true', "has a wrong sessions"),
         ('[alice]\ntoken_files = ["a"]\nsessions = 1.5', "has a wrong sessions"),
         ('[alice]\ntoken_files = ["a"]\ndashboard = "yes"', "has a wrong dashboard"),
@@ -88,7 +88,7 @@ def test_no_two_credentials_have_one_token(tmp_path: Path) -> None:
 def test_callers_are_known_by_their_tokens(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_token(tmp_path / name)
-    file = written(tmp_path, '[alice]\ntoken_files = ["a", "b"]\nruns = 1\n')
+    file = written(tmp_path, '[alice]\ntoken_files = ["a", "b"]\nrequests = 1\n')
     credentials = Credentials(file)
     first, second = (credentials.caller(shown(read_token(tmp_path / name))) for name in ("a", "b"))
     assert isinstance(first, Caller)
@@ -101,9 +101,9 @@ def test_callers_are_known_by_their_tokens(tmp_path: Path) -> None:
     assert credentials.why_denied(shown("x" * 20)) == "an unknown token"
     assert not credentials.refresh()
     # Quotas change without any token changing; a removed token is remembered as revoked.
-    written(tmp_path, '[alice]\ntoken_files = ["a", "b"]\nruns = 25\n')
+    written(tmp_path, '[alice]\ntoken_files = ["a", "b"]\nrequests = 25\n')
     assert not credentials.refresh()
-    assert first.account.quotas.runs == 25
+    assert first.account.quotas.requests == 25
     written(tmp_path, '[alice]\ntoken_files = ["b"]\n')
     assert credentials.refresh()
     assert not credentials.accepts(first.token)

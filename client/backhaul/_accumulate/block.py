@@ -1,16 +1,16 @@
 """A block of micro-batches whose backward passes finish later, see `Session.accumulate`.
 
 NOTE [Deferred]
-1. `backward` differentiates the head of a micro-batch and queues the run (NOTE [Parts]). A thread for each worker asks
-   that worker for the segments of the run, one after the other. No thread but the caller's ever runs autograd.
+1. `backward` differentiates the head of a micro-batch and queues the chain (NOTE [Parts]). A thread for each worker
+   asks that worker for the segments of the chain, one after the other. No thread but the caller's ever runs autograd.
 2. The caller's thread finishes micro-batches in their order: in a later `backward`, and when the block ends. It
    computes what a worker could not, and the tail.
-3. Later gradients of a parameter must not be added up before earlier ones. So each thread gets its parts of runs in the
-   order of the micro-batches, and waits for the part before. When a run fails, its worker's thread takes no further
-   ones, and nothing more stays on any worker in the block.
-4. The gradients that workers have kept are fetched when the block ends, or when a run has failed. Each worker's thread
-   fetches them after its last run. If they are lost, the trainer computes them again, from the gradient with which each
-   run began.
+3. Later gradients of a parameter must not be added up before earlier ones. So each thread gets its parts of chains in
+   the order of the micro-batches, and waits for the part before. When a chain fails, its worker's thread takes no
+   further ones, and nothing more stays on any worker in the block.
+4. The gradients that workers have kept are fetched when the block ends, or when a chain has failed. Each worker's
+   thread fetches them after its last chain. If they are lost, the trainer computes them again, from the gradient with
+   which each chain began.
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
 6. What follows the delivery reports and cleans up. If it fails, that is logged: an exception would make the caller run
    the block again, which adds the gradients twice. Ctrl-C is raised there, with a note that says so.
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backhaul._accumulate.block_times import BlockTimes, EndedBlock
 from backhaul._accumulate.gradients import HeldGradients
-from backhaul._accumulate.graph_parts import Parts, RunSegment, Target, divide, leaves_of
+from backhaul._accumulate.graph_parts import ChainSegment, Parts, Target, divide, leaves_of
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
     Streams,
@@ -47,7 +47,7 @@ from backhaul._accumulate.micro_batch import (
     uploader_of,
 )
 from backhaul._accumulate.reductions import Reductions, note_use
-from backhaul._accumulate.remote_runs import RemoteRuns
+from backhaul._accumulate.remote_chains import RemoteChains
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._observe.report import Helper, SegmentLog
 from backhaul_runtime.errors import AccumulationError, BackhaulError, log_once
@@ -73,7 +73,7 @@ class AccumulationBlock:
         fixed: The digests of parameters that forwards in the block take.
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
             them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
-            it waits for the last run.
+            it waits for the last chain.
         deferred_bytes: The most bytes that the trainer may keep for unfinished micro-batches; 0 for any number.
             `backward` finishes the first of them when there are more.
         held_bytes: The most bytes of gradients that may be held back; 0 for any number.
@@ -125,7 +125,7 @@ class AccumulationBlock:
         self._times = BlockTimes()
         self._in_head = 0  # segments of the next micro-batch that belong to its head
         self._usual_head: Duration = 0.0  # what the last head without such segments took
-        self._runs = RemoteRuns(self._gradients, log, self._open)
+        self._chains = RemoteChains(self._gradients, log, self._open)
 
     def ended(self, took: Duration) -> EndedBlock:
         """Returns what is known of the block after its end.
@@ -140,7 +140,7 @@ class AccumulationBlock:
             trainers_segments=self.trainers_segments,
             workers={
                 uploader.name: Helper(len(seconds), sum(seconds) / len(seconds))
-                for uploader, seconds in self._runs.busy_s.items()
+                for uploader, seconds in self._chains.busy_s.items()
             },
             held_bytes=self.most_held_bytes,
             chain=self._chain,
@@ -214,7 +214,7 @@ class AccumulationBlock:
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         parts = self._divisible(parts)
-        if not parts.run:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
+        if not parts.chain:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
             self._finish_all()
         self.micro_batches += 1
         streams = self._streams = present_streams(loss)
@@ -229,14 +229,14 @@ class AccumulationBlock:
         own = kept + len(parts.frames) - on_workers
         self._chain = max(self._chain, kept + len(parts.frames))
         micro_batch = MicroBatch(self.micro_batches, own, parts, state, streams, sums, size_bytes)
-        if parts.run:
-            for segment in parts.run:
+        if parts.chain:
+            for segment in parts.chain:
                 segment.frame.check_backward()
                 segment.consume()
-            micro_batch.segments_left = list(parts.run)
-            micro_batch.first_gradient = micro_batch.sums.get(parts.run[0].target)
+            micro_batch.segments_left = list(parts.chain)
+            micro_batch.first_gradient = micro_batch.sums.get(parts.chain[0].target)
             self._plan(parts)
-            self._runs.submit(micro_batch)
+            self._chains.submit(micro_batch)
         else:
             if on_workers:
                 self._log.blocked(parts.reason)
@@ -249,7 +249,7 @@ class AccumulationBlock:
         while self._open and (
             len(self._open) > self._most_open
             or 0 < self._deferred_bytes < self._open_bytes
-            or not self._open[0].parts.run  # it waits for nothing, and would hold a set of gradients
+            or not self._open[0].parts.chain  # it waits for nothing, and would hold a set of gradients
         ):
             self._finish_first()
         self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
@@ -259,17 +259,17 @@ class AccumulationBlock:
         """Returns the parts, undivided if a part of the backward must not run later than in a plain backward."""
         if self._reductions.enter(parts.leaves.values(), self.micro_batches + 1):
             return parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
-        if parts.run and any(names.changed(frame.call.recording.identities) for frame in parts.frames):
+        if parts.chain and any(names.changed(frame.call.recording.identities) for frame in parts.frames):
             return parts.undivided("a custom autograd function was changed after forward")
-        if not all(segment.frame.is_proven for segment in parts.run):
+        if not all(segment.frame.is_proven for segment in parts.chain):
             return parts.undivided("no worker has run the backward of one of its custom functions yet")
         return parts
 
     def _chosen_for_head(self, parts: Parts) -> int:
         """Chooses how many of the next micro-batch's last segments its head computes. Expects a graph like this one."""
-        workers = [uploader_of(segment) for segment in reversed(parts.run)]
-        targets = [target for segment in parts.run for target in {target for _, target in segment.contributions}]
-        # A weight of two segments would be used by the head and by the run, and such a graph is not divided.
+        workers = [uploader_of(segment) for segment in reversed(parts.chain)]
+        targets = [target for segment in parts.chain for target in {target for _, target in segment.contributions}]
+        # A weight of two segments would be used by the head and by the chain, and such a graph is not divided.
         is_divisible = len(targets) == len(set(targets))
         if not workers or None in workers or not is_divisible:
             return 0
@@ -295,7 +295,7 @@ class AccumulationBlock:
         self._micro_batch_ended()  # a forward of the caller's own, if a plain backward comes now
         with self._working():
             self._check_unchanged()  # before a recomputation notices it, which could not name the block
-            self._runs.begin_collecting(self._streams)
+            self._chains.begin_collecting(self._streams)
             self._finish_all()
             self._collect()
             self._check_unchanged(self._fixed.changed())
@@ -326,7 +326,7 @@ class AccumulationBlock:
             with ExitStack() as cleanup:  # calls all of these, the last one first, even if one fails
                 for drop in (self._gradients.drop, self._finished.clear, self._open.clear, self._fixed.end):
                     cleanup.callback(drop)
-                cleanup.callback(self._runs.end)
+                cleanup.callback(self._chains.end)
                 cleanup.callback(self._reductions.abandon)
 
     @contextmanager
@@ -359,9 +359,9 @@ class AccumulationBlock:
             )
 
     def _head(self, loss: Tensor, parts: Parts) -> dict[Target, Tensor]:
-        """Differentiates the head. Returns what it contributes to leaves, and to the run."""
+        """Differentiates the head. Returns what it contributes to leaves, and to the chain."""
         leaves, stopwatch = parts.leaves.values(), Stopwatch(self._device)
-        with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.run else nullcontext():
+        with without_hooks(leaves), self._reductions.ordering(leaves) if not parts.chain else nullcontext():
             sums = differentiated([loss], None, parts.head, parts)
             if sides := [target for target in parts.sides if target in sums]:
                 sums |= differentiated(
@@ -373,14 +373,14 @@ class AccumulationBlock:
         head = stopwatch.stop()
         if not self._in_head:
             self._usual_head = head
-        elif parts.run:
+        elif parts.chain:
             self._times.heads.append((head, self._usual_head))
         return sums
 
     def _plan(self, parts: Parts) -> None:
-        """Notes which leaves get all of their gradient from one segment of the run, and from which worker."""
-        segments_of: dict[Target, set[RunSegment]] = {}
-        for segment in parts.run:
+        """Notes which leaves get all of their gradient from one segment of the chain, and from which worker."""
+        segments_of: dict[Target, set[ChainSegment]] = {}
+        for segment in parts.chain:
             targets = {target for _, target in segment.contributions}
             for target in targets:
                 segments_of.setdefault(target, set()).add(segment)
@@ -412,7 +412,7 @@ class AccumulationBlock:
             micro_batch.segments_left[0].frame.lost(micro_batch.error)
             self._check_order(micro_batch.error)
             self._collect()
-        done = len(parts.run) - len(micro_batch.segments_left)
+        done = len(parts.chain) - len(micro_batch.segments_left)
         if micro_batch.stored is not None:
             sums |= recovered(micro_batch, done)
             micro_batch.stored = None
@@ -421,12 +421,12 @@ class AccumulationBlock:
             if gradients is not None:
                 fold(sums, segment, on_trainer(segment, gradients, micro_batch.state))
         micro_batch.segments_left.clear()
-        for segment in parts.run[:done]:
+        for segment in parts.chain[:done]:
             segment.frame.release_remote()
         stopwatch = Stopwatch(self._device)
         with under(micro_batch.state):
             self._tail(parts, sums)
-        if parts.run:
+        if parts.chain:
             self._times.own.add(stopwatch.stop())
             self.trainers_segments += micro_batch.trainers_segments
         for position, (target, leaf) in enumerate(parts.leaves.items()):
@@ -470,7 +470,7 @@ class AccumulationBlock:
 
     def _collect(self) -> None:
         """Fetches the gradients that workers have kept, or computes them again (Rule 4)."""
-        lost = self._runs.collect(self._streams)
+        lost = self._chains.collect(self._streams)
         keeping = [*self._finished, *self._open]
         if lost:
             self._gradients.stop_keeping()

@@ -1,14 +1,14 @@
 """Divides the graph of a loss, so that the middle of its backward can run elsewhere while the trainer goes on.
 
 NOTE [Parts]
-1. The *run* is a chain of grafts in which each one's gradient comes only from the one before, and perhaps from the
-   loss's side. The *head* is everything between the loss and the run that the run does not lead to. The *tail* is
-   everything else that the run leads to. So head, run and tail can be differentiated in this order.
+1. The *chain* is a sequence of grafts in which each one's gradient comes only from the one before, and perhaps from the
+   loss's side. The *head* is everything between the loss and the chain that the chain does not lead to. The *tail* is
+   everything else that the chain leads to. So head, chain and tail can be differentiated in this order.
 2. Autograd adds contributions to one gradient in the order in which it runs the nodes that contribute: a left fold over
    descending sequence numbers. Within each part this order stays as it is. Where several parts contribute to one
    gradient, the nodes of the head have to be the later ones, and those of the tail the earlier ones. Otherwise a
    division would change the order, and the graph is not divided.
-3. Asked for the gradient of a leaf, autograd runs every node that leads there, so the run as well if it leads there.
+3. Asked for the gradient of a leaf, autograd runs every node that leads there, so the chain as well if it leads there.
    The gradient of such a leaf is taken in two steps: first up to the nodes of the head that lead to nothing else, then
    from these to the leaf.
 4. A sum that is complete up to some part enters the next part as the gradient of a root, which autograd takes first. So
@@ -44,8 +44,8 @@ Target = tuple[Node, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RunSegment:
-    """A segment of the run.
+class ChainSegment:
+    """A segment of the chain.
 
     Attributes:
         frame: The frame of the segment.
@@ -66,12 +66,12 @@ class Parts:
     """The divided graph of a loss.
 
     Attributes:
-        run: The segments of the run, in the order of backward. Empty if the graph is not divided.
-        reason: Why the run is empty; empty otherwise.
-        head: Targets that the head's main path contributes to: leaves, the beginning of the run, and `sides`.
+        chain: The segments of the chain, in the order of backward. Empty if the graph is not divided.
+        reason: Why the chain is empty; empty otherwise.
+        head: Targets that the head's main path contributes to: leaves, the beginning of the chain, and `sides`.
         sides: Targets in the head from which only `shared` is reached.
-        shared: Leaves that the head contributes to, and the run or the tail as well.
-        roots: Targets of the tail that the run contributes to, other than leaves.
+        shared: Leaves that the head contributes to, and the chain or the tail as well.
+        roots: Targets of the tail that the chain contributes to, other than leaves.
         tail: Leaves that the tail contributes to.
         leaves: All leaves that the loss leads to, by their target, in the order in which autograd completes their
             gradients.
@@ -79,7 +79,7 @@ class Parts:
         may_reuse: Whether the graph has hooks or custom functions, which may write to gradients that they returned.
     """
 
-    run: Sequence[RunSegment]
+    chain: Sequence[ChainSegment]
     reason: str
     head: Sequence[Target]
     sides: Sequence[Target]
@@ -92,7 +92,7 @@ class Parts:
 
     def undivided(self, reason: str) -> "Parts":
         """Returns the same graph as one head, because of a reason."""
-        return replace(self, run=(), reason=reason, head=list(self.leaves), sides=(), shared=(), roots=(), tail=())
+        return replace(self, chain=(), reason=reason, head=list(self.leaves), sides=(), shared=(), roots=(), tail=())
 
 
 def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
@@ -108,10 +108,10 @@ def divide(loss: Tensor, hooked: Set[Node], since: int) -> Parts:
     leaves = _leaves(everything)
     segments = {edges.target[0]: edges for node in everything if (edges := graft_edges(node)) is not None}
     frames = [edges.frame for edges in segments.values()]
-    run, reason = _run(segments)
-    if run:
+    chain, reason = _chain(segments)
+    if chain:
         try:
-            return _parts(loss.grad_fn, everything, leaves, run, frames, hooked, since)
+            return _parts(loss.grad_fn, everything, leaves, chain, frames, hooked, since)
         except Refusal as refusal:
             reason = refusal.reason
     return Parts((), reason, list(leaves), (), (), (), (), leaves, frames, _may_reuse(everything, hooked, since))
@@ -121,29 +121,29 @@ def _parts(
     root: Node,
     everything: Set[Node],
     leaves: dict[Target, Tensor],
-    run: Sequence[GraftEdges],
+    chain: Sequence[GraftEdges],
     frames: Sequence[Frame],
     hooked: Set[Node],
     since: int,
 ) -> Parts:
-    inner = {node for edges in run for node in edges.nodes}
-    below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
-    if root in inner:  # there would be no head from which to take the gradient that the run begins with
+    inner = {node for edges in chain for node in edges.nodes}
+    below = _reached({target[0] for edges in chain for _, target in edges.contributions} - inner)
+    if root in inner:  # there would be no head from which to take the gradient that the chain begins with
         raise Refusal("the loss is itself the output of a segment")
     head = [node for node in everything if node not in inner and node not in below]
-    # Rule 3: the gradient of a leaf that head and tail share is taken in two steps, so that the run is not entered.
+    # Rule 3: the gradient of a leaf that head and tail share is taken in two steps, so that the chain is not entered.
     shared = {target for node in head for target in _targets(node) if target in leaves and target[0] in below}
     sides = _leading_only_to(shared, head)
     through = {*head} - sides
     crossing = {target for node in through for target in _targets(node) if target[0] not in through}
-    # The node that uses the leaf also leads to the run, so autograd could not stop before it and go on from there.
+    # The node that uses the leaf also leads to the chain, so autograd could not stop before it and go on from there.
     if crossing & shared:
         raise Refusal(
             "an operation after the last segment uses a parameter of a segment and also leads to the segments"
         )
-    # Another edge into the run or the tail would contribute to their gradients when the head runs, which is before the
-    # run has contributed (Rule 2).
-    if any(target != run[0].target and target[0] not in sides for target in crossing):
+    # Another edge into the chain or the tail would contribute to their gradients when the head runs, which is before
+    # the run has contributed (Rule 2).
+    if any(target != chain[0].target and target[0] not in sides for target in crossing):
         raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
     if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
@@ -162,12 +162,12 @@ def _parts(
         raise Refusal("a custom function before the last segments may read what changes before it runs")
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],
-        [(edges.numbers[index], target) for edges in run for index, target in edges.contributions],
+        [(edges.numbers[index], target) for edges in chain for index, target in edges.contributions],
         [(sequence_number(node), target) for node in below for target in _targets(node)],
     ]
     _check_order(by_part)
     return Parts(
-        run=[RunSegment(edges.frame, edges.target, edges.contributions, edges.consume) for edges in run],
+        chain=[ChainSegment(edges.frame, edges.target, edges.contributions, edges.consume) for edges in chain],
         reason="",
         head=[*crossing, *[target for target in leaves if target[0] in through]],
         sides=[target for target in crossing if target[0] in sides],
@@ -237,31 +237,31 @@ def _leading_only_to(ends: Set[Target], nodes: Collection[Node]) -> set[Node]:
         sides -= leaving
 
 
-def _run(segments: Mapping[Node, GraftEdges]) -> tuple[list[GraftEdges], str]:
-    """Returns the grafts of the longest run that begins at the latest segment with a worker, and why there is none."""
+def _chain(segments: Mapping[Node, GraftEdges]) -> tuple[list[GraftEdges], str]:
+    """Returns the grafts of the longest chain from the latest segment with a worker, and why there is none."""
     if not segments:
         return [], "no segment of this loss waits for its backward"
     on_workers = [node for node, edges in segments.items() if edges.frame.remote is not None]
     latest = max(on_workers or segments, key=sequence_number)
-    run = list[GraftEdges]()
+    chain = list[GraftEdges]()
     following: Node | None = latest
     while following is not None:
         edges = segments[following]
         if reason := edges.why_not_deferred():
-            if not run:
+            if not chain:
                 return [], reason
             break
-        run.append(edges)
+        chain.append(edges)
         before = {target[0] for _, target in edges.contributions} & segments.keys()
         following = max(before, key=sequence_number, default=None)
-    # The tail must not lead back into the run.
+    # The tail must not lead back into the chain.
     while True:
-        inner = {node for edges in run for node in edges.nodes}
-        below = _reached({target[0] for edges in run for _, target in edges.contributions} - inner)
-        returns_to = [index for index, edges in enumerate(run) if below & edges.nodes]
+        inner = {node for edges in chain for node in edges.nodes}
+        below = _reached({target[0] for edges in chain for _, target in edges.contributions} - inner)
+        returns_to = [index for index, edges in enumerate(chain) if below & edges.nodes]
         if not returns_to:
-            return run, "" if run else "its segments depend on each other through other operations"
-        del run[returns_to[0] :]
+            return chain, "" if chain else "its segments depend on each other through other operations"
+        del chain[returns_to[0] :]
 
 
 def _check_order(by_part: Sequence[Sequence[tuple[int, Target]]]) -> None:

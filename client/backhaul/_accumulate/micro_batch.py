@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from backhaul._accumulate.graph_parts import Parts, RunSegment, Target
+from backhaul._accumulate.graph_parts import ChainSegment, Parts, Target
 from backhaul._backward.remote_side import StoredGradient
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
@@ -28,7 +28,9 @@ G = TypeVar("G")
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """A micro-batch whose gradients are not complete yet. `segments_left` and what follows belong to its run's threads.
+    """A micro-batch whose gradients are not complete yet.
+
+    `segments_left` and what follows belong to the threads of its chain.
 
     Attributes:
         number: The number of the micro-batch in its block, from 1.
@@ -38,14 +40,14 @@ class MicroBatch:
         streams: The streams on which the head was computed.
         sums: The folds so far, by where they arrive.
         size_bytes: The bytes that the trainer keeps for it.
-        segments_left: The segments of the run whose backward has not ended.
+        segments_left: The segments of the chain whose backward has not ended.
         kept: For each segment that is done, the worker and what stayed there, by source.
-        first_gradient: The gradient with which the run began.
+        first_gradient: The gradient with which the chain began.
         stored: The gradient of the next segment, if only its worker has it.
-        last_gradient: The last gradient that the trainer had, with the position of its segment in the run.
-        ended: The last part of the run that was queued.
-        is_stopped: Whether the rest of the run is left to the trainer.
-        error: Why a part of the run has failed.
+        last_gradient: The last gradient that the trainer had, with the position of its segment in the chain.
+        ended: The last part of the chain that was queued.
+        is_stopped: Whether the rest of the chain is left to the trainer.
+        error: Why a part of the chain has failed.
     """
 
     number: int
@@ -55,7 +57,7 @@ class MicroBatch:
     streams: Streams
     sums: dict[Target, Tensor]
     size_bytes: int
-    segments_left: list[RunSegment] = field(default_factory=list)
+    segments_left: list[ChainSegment] = field(default_factory=list)
     kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)
     first_gradient: Tensor | None = None
     stored: StoredGradient | None = None
@@ -142,14 +144,14 @@ def size_bytes_of(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int
     return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
 
 
-def only_contributions(micro_batch: MicroBatch, segment: RunSegment, due: Sequence[int]) -> set[int]:
+def only_contributions(micro_batch: MicroBatch, segment: ChainSegment, due: Sequence[int]) -> set[int]:
     """Returns the outputs of earlier segments whose gradients get no contributions before those of this segment.
 
     These contributions can be summed beforehand, because (a + b) + c is what autograd computes.
 
     Args:
         micro_batch: The micro-batch with the gradients so far.
-        segment: The next segment of its run.
+        segment: The next segment of its chain.
         due: The source of each contribution.
     """
     sources: dict[Target, set[int]] = {}
@@ -166,7 +168,7 @@ def only_contributions(micro_batch: MicroBatch, segment: RunSegment, due: Sequen
     }
 
 
-def uploader_of(segment: RunSegment) -> Uploader | None:
+def uploader_of(segment: ChainSegment) -> Uploader | None:
     """Returns the uploader of the worker that stores a segment."""
     remote = segment.frame.remote
     return remote.uploader if isinstance(remote, SavedSegment) else None
@@ -180,7 +182,7 @@ def under(state: ambient_state.State) -> Iterator[None]:
         yield
 
 
-def gradients_of(segment: RunSegment, gradient: G | None) -> dict[int, G] | None:
+def gradients_of(segment: ChainSegment, gradient: G | None) -> dict[int, G] | None:
     """Returns what the backward of a segment gets, from the gradient of its output; None if it need not run.
 
     Without a gradient only custom functions contribute anything, which may get zeros instead.
@@ -191,7 +193,9 @@ def gradients_of(segment: RunSegment, gradient: G | None) -> dict[int, G] | None
     return {} if program is not None and program.functions else None
 
 
-def on_trainer(segment: RunSegment, gradients: Mapping[int, Tensor], state: ambient_state.State) -> list[Contribution]:
+def on_trainer(
+    segment: ChainSegment, gradients: Mapping[int, Tensor], state: ambient_state.State
+) -> list[Contribution]:
     """Runs the backward of a segment in the trainer's thread, under the ambient settings of its micro-batch.
 
     Args:
@@ -228,7 +232,7 @@ def plus(total: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient + total if total.is_sparse and not gradient.is_sparse else total + gradient
 
 
-def fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequence[Contribution]) -> None:
+def fold(sums: dict[Target, Tensor], segment: ChainSegment, contributions: Sequence[Contribution]) -> None:
     """Adds a segment's contributions to the gradients that they belong to, in autograd's order.
 
     Args:
@@ -244,10 +248,10 @@ def fold(sums: dict[Target, Tensor], segment: RunSegment, contributions: Sequenc
 
 
 def recovered(micro_batch: MicroBatch, done: int) -> dict[Target, Tensor]:
-    """Computes the gradient with which a run goes on, which only a lost worker had.
+    """Computes the gradient with which a chain goes on, which only a lost worker had.
 
     Args:
-        micro_batch: The micro-batch to which the run belongs.
+        micro_batch: The micro-batch to which the chain belongs.
         done: The number of its segments whose backward has ended.
 
     Returns:
@@ -255,12 +259,12 @@ def recovered(micro_batch: MicroBatch, done: int) -> dict[Target, Tensor]:
     """
     assert micro_batch.last_gradient is not None
     position, gradient = micro_batch.last_gradient
-    run = micro_batch.parts.run
-    for segment, following in pairwise(run[position : done + 1]):
+    chain = micro_batch.parts.chain
+    for segment, following in pairwise(chain[position : done + 1]):
         sums: dict[Target, Tensor] = {}
         fold(sums, segment, on_trainer(segment, {0: gradient}, micro_batch.state))
         gradient = sums[following.target]
-    return {run[done].target: gradient}
+    return {chain[done].target: gradient}
 
 
 def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -275,11 +279,11 @@ def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tup
     """
     sums: dict[Target, Tensor] = {}
     if micro_batch.first_gradient is not None:
-        sums[micro_batch.parts.run[0].target] = micro_batch.first_gradient
+        sums[micro_batch.parts.chain[0].target] = micro_batch.first_gradient
     last = max(
         (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
     )
-    for segment, (uploader, kept) in zip(micro_batch.parts.run[: last + 1], micro_batch.kept, strict=False):
+    for segment, (uploader, kept) in zip(micro_batch.parts.chain[: last + 1], micro_batch.kept, strict=False):
         gradients = gradients_of(segment, sums.get(segment.target))
         if gradients is None:
             continue

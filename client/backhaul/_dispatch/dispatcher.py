@@ -217,7 +217,7 @@ class Dispatcher:
         if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
             other = f"the worker {worker.connection.name} computes other bits than this trainer: {_in_words(mismatch)}"
             raise Refusal(recording.unrecorded_choices or other)
-        need = segment.program.run_bytes([source.layout.gradient_bytes for source in recording.sources])
+        need = segment.program.execution_bytes([source.layout.gradient_bytes for source in recording.sources])
         total = need + sum(source.layout.span_bytes for source in recording.sources)
         if total > worker_session.budget_bytes:
             raise Refusal(
@@ -259,7 +259,9 @@ class Dispatcher:
         ]
         here = {predecessor.source for predecessor in save.predecessors}
         save.boundaries = [source for source, *_ in segment.predecessors if source not in here]
-        if save.predecessors:  # else it begins a run, which its next call need not do if the trainer's share changes
+        if (
+            save.predecessors
+        ):  # else it begins a part of the chain, which its next call need not do if the trainer's share changes
             site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0

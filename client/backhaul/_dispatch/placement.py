@@ -1,12 +1,12 @@
-"""Assigns segments to workers in contiguous runs, so that each worker keeps the same parameters. Pure."""
+"""Assigns segments to workers in arcs of the chain, so that each worker keeps the same parameters. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from itertools import accumulate
 
-FIRST_RUN = 4
-"""The length of a run in the first pass, when the number of segments in a pass is still unknown."""
+FIRST_ARC = 4
+"""The length of an arc in the first pass, when the number of segments in a pass is still unknown."""
 
 SPEED_STEPS = 8
 """Outside of accumulation blocks, speeds are rounded to this many steps below the fastest.
@@ -37,7 +37,7 @@ class Ring:
 
     The end of the chain is joined to its beginning. So when one of several equal workers joins or leaves, at most a
     third of the segments move to another worker. On a line it would be half if that worker is the last one. The price
-    is that one worker may have two runs, at both ends of the chain.
+    is that the arc of one worker may be in two pieces, at both ends of the chain.
 
     Attributes:
         arcs: The name of each worker and its share of the chain, in the order of the ring. The shares add up to 1.
@@ -85,7 +85,7 @@ class Ring:
             for order in orders
             for start in self._starts(order, {name: speeds[name] / total for name in order})
         ]
-        # Among equals the ring that begins at the chain's beginning gives each worker a single run.
+        # Among equals the ring that begins at the chain's beginning gives each worker one piece.
         return min(rings, key=lambda ring: (round(self.moved(ring), 6), min(ring.start, 1 - ring.start)))
 
     def moved(self, other: "Ring") -> float:
@@ -182,12 +182,12 @@ class Placement:
             return None
         self._adjust(speeds, may_balance=index == 0 or self._count == 0)
         if self._count == 0:
-            return sorted(speeds)[index // FIRST_RUN % len(speeds)]
+            return sorted(speeds)[index // FIRST_ARC % len(speeds)]
         share = self._share(self._count)
         position, segments = min(index, self._count - 1) - share, max(1, self._count - share)
         if not self._is_in_block:
             return self.ring.owner(position, segments)
-        # In a block workers compute different micro-batches at a time, so a worker with two runs would wait for others.
+        # In a block workers compute different micro-batches at a time: a worker with two pieces would wait for others.
         names = self.ring.names
         ends = accumulate(parts_by_speed(segments, [speeds[name] for name in names]))
         return next(name for name, end in zip(names, ends, strict=True) if position < end)

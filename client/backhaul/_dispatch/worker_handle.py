@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backhaul._worker_client.answers.answer_stream import AnswerStream
 from backhaul._worker_client.connection.connection import Connection
-from backhaul._worker_client.connection.deadlines import longest_run_s
+from backhaul._worker_client.connection.deadlines import longest_execution_s
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.upload.compression import Compression
 from backhaul._worker_client.upload.uploader import Uploader
@@ -85,7 +85,7 @@ class WorkerHandle:
             fetch_sources=segment_pb2.FetchSourcesRequest(addresses=[address]),
             answer=answer,
         )
-        deadline = monotonic() + longest_run_s(0.0)
+        deadline = monotonic() + longest_execution_s(0.0)
         pending = self.connection.stubs(worker_session).exchange.ask(request, is_large=True)
         stream = AnswerStream(pending, lambda: 0.0, memory, answer)
         try:

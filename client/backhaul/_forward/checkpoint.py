@@ -42,8 +42,8 @@ def run_segment(
     dispatcher: Dispatcher, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
     """Runs `_run_segment`. Under torch.compile the graph breaks around this call."""
-    run = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
-    return run(dispatcher, fn, args, kwargs, options)
+    call = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
+    return call(dispatcher, fn, args, kwargs, options)
 
 
 def _run_segment(

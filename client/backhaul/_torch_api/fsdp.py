@@ -60,7 +60,7 @@ def reduces_in_backward(leaf: Tensor) -> bool:
 
 
 def call(
-    run: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    checkpointed: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -68,7 +68,7 @@ def call(
     """Runs a function as a segment. Of a sharded module only `forward` becomes the segment (Rule 2).
 
     Args:
-        run: Runs a function with these arguments as a segment.
+        checkpointed: Runs a function with these arguments as a segment.
         function: The function or module to checkpoint.
         args: Positional arguments for `function`.
         kwargs: Keyword arguments for `function`.
@@ -79,12 +79,12 @@ def call(
     if getattr(module, "__func__", None) is nn.Module.__call__:
         module = module.__self__
     if not is_sharded(module):
-        return run(function, args, kwargs)
+        return checkpointed(function, args, kwargs)
     forward, attributes = module.forward, vars(module)
     before = attributes.get("forward", attributes)  # a default that no module has as an attribute
 
     def segment(*args: Any, **kwargs: Any) -> Any:
-        return run(forward, args, kwargs)
+        return checkpointed(forward, args, kwargs)
 
     attributes["forward"] = segment
     try:

@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from backhaul._torch_api.fsdp import is_sharded
-from backhaul._torch_api.layer_runs import LayerRun, run_layer
+from backhaul._torch_api.layer_groups import LayerGroup, run_layer
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrapper, inside_of
 from backhaul_runtime.torch_internals.private import submodules_of
@@ -34,14 +34,14 @@ class SegmentModule(CheckpointWrapper):
 
         All arguments are passed to the module, whatever their names.
         """
-        run = self.__dict__.get("_run")
-        if run is None:
+        group = self.__dict__.get("_group")
+        if group is None:
             return run_layer(self.checkpoint_fn, inside_of(self), args, kwargs)
-        return run.call(self.__dict__["_position"], args, kwargs)
+        return group.call(self.__dict__["_position"], args, kwargs)
 
-    def join(self, run: LayerRun, position: int) -> None:
+    def join(self, group: LayerGroup, position: int) -> None:
         """Makes this module a part of a segment of several layers."""
-        self.__dict__.update(_run=run, _position=position)
+        self.__dict__.update(_group=group, _position=position)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute of the wrapped module, whose forward reads it, unless it is one of the wrapper itself.
@@ -77,8 +77,8 @@ class SegmentModule(CheckpointWrapper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self)(deepcopy(inside_of(self), memo), self.checkpoint_fn)
-        if "_run" in self.__dict__:
-            copied.join(deepcopy(self.__dict__["_run"], memo), self.__dict__["_position"])
+        if "_group" in self.__dict__:
+            copied.join(deepcopy(self.__dict__["_group"], memo), self.__dict__["_position"])
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -104,7 +104,7 @@ def wrap(
         layers: Classes of the modules to checkpoint. Modules inside a wrapped module are not wrapped.
         checkpoint: Runs each module as a segment.
         segment_layers: Number of modules with the same parent that form one segment if each takes what the one before
-            returns, see NOTE [Layer runs].
+            returns, see NOTE [Layer groups].
         kept_layers: Number of the last modules that are not checkpointed.
 
     Raises:
@@ -128,9 +128,9 @@ def wrap(
     if segment_layers > 1:
         for siblings in _siblings(matching, wrappers):
             for first in range(0, len(siblings), segment_layers):
-                run = LayerRun(siblings[first : first + segment_layers], checkpoint)
-                for position, module in enumerate(run.layers):
-                    wrappers[module].join(run, position)
+                group = LayerGroup(siblings[first : first + segment_layers], checkpoint)
+                for position, module in enumerate(group.layers):
+                    wrappers[module].join(group, position)
     return model
 
 

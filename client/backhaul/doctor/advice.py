@@ -37,7 +37,7 @@ class Surroundings:
 
 def model_checks(plain: PlainProfile, worker: WorkerProfile, around: Surroundings) -> list[Check]:
     """Returns the checks of a model with a worker, in the order in which they are to be read."""
-    first = worker.runs[0]
+    first = worker.segment_times[0]
     if not first.remote:
         return [_share(first)]
     return [
@@ -51,15 +51,15 @@ def model_checks(plain: PlainProfile, worker: WorkerProfile, around: Surrounding
     ]
 
 
-def _share(run: SegmentTimes) -> Check:
-    values = {"share": run.share, "remote": run.remote, "segments": run.needed, "reasons": dict(run.reasons)}
-    reasons = [f"{count} stay because of {reason}" for reason, count in run.reasons.items()]
-    text = f"{run.remote} of {run.needed} segments run on the worker, {run.share:.0%}."
+def _share(times: SegmentTimes) -> Check:
+    values = {"share": times.share, "remote": times.remote, "segments": times.needed, "reasons": dict(times.reasons)}
+    reasons = [f"{count} stay because of {reason}" for reason, count in times.reasons.items()]
+    text = f"{times.remote} of {times.needed} segments run on the worker, {times.share:.0%}."
     if reasons:
         text += f" {'; '.join(reasons)}."
-    if not run.remote:
+    if not times.remote:
         return Check("share", "failed", text, "docs/models.md says what can travel.", values)
-    if run.share < ENOUGH_SHARE:
+    if times.share < ENOUGH_SHARE:
         return Check("share", "note", text, "docs/models.md says what can travel.", values)
     return Check("share", "ok", text, values=values)
 
@@ -110,8 +110,8 @@ def _worker_memory(worker: WorkerProfile, plain: PlainProfile) -> Check:
 
     def needed(layers: int) -> float:
         weights = plain.trained_bytes + plain.frozen_bytes
-        run = plain.footprint.run_bytes + result
-        return arithmetic.worker_memory_bytes(layers, weights, layers, plain.boundary_bytes, run)
+        execution = plain.footprint.execution_bytes + result
+        return arithmetic.worker_memory_bytes(layers, weights, layers, plain.boundary_bytes, execution)
 
     all_bytes = needed(plain.layers)
     values = {"needed_bytes": all_bytes, "memory_bytes": worker.memory_bytes}
@@ -127,12 +127,12 @@ def _worker_memory(worker: WorkerProfile, plain: PlainProfile) -> Check:
 
 
 def _recording(worker: WorkerProfile, plain: PlainProfile) -> Check:
-    run = worker.runs[-1]
-    layers = plain.layers / run.segments
-    ratio = run.record_s / layers / plain.forward_s
-    values = {"record_s": run.record_s / layers, "forward_s": plain.forward_s, "ratio": ratio}
+    times = worker.segment_times[-1]
+    layers = plain.layers / times.segments
+    ratio = times.record_s / layers / plain.forward_s
+    values = {"record_s": times.record_s / layers, "forward_s": plain.forward_s, "ratio": ratio}
     text = (
-        f"recording adds {run.record_s / layers * _MILLISECONDS:.2f} ms to a layer's forward of "
+        f"recording adds {times.record_s / layers * _MILLISECONDS:.2f} ms to a layer's forward of "
         f"{plain.forward_s * _MILLISECONDS:.2f} ms, {ratio:.0%}."
     )
     if ratio <= MUCH_RECORDING:
@@ -158,8 +158,8 @@ def _tokens(worker: WorkerProfile, plain: PlainProfile) -> Check:
 
 def _alternative(worker: WorkerProfile, plain: PlainProfile, around: Surroundings) -> Check:
     """Compares the durations of a step relative to torch's checkpoint, over a link that costs no time."""
-    speed, run = worker.speed(plain), worker.runs[-1]
-    record = run.record_s * run.segments / plain.layers / plain.forward_s
+    speed, times = worker.speed(plain), worker.segment_times[-1]
+    record = times.record_s * times.segments / plain.layers / plain.forward_s
     ratios = {
         "loss.backward()": arithmetic.blocking_ratio(speed, plain.backward, record) if speed else 1.0,
         "accumulation blocks": arithmetic.deferred_ratio(speed, plain.backward, record) if speed else 1.0,

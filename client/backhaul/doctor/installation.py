@@ -124,7 +124,9 @@ def speed_check(worker: WorkerProfile, plain: PlainProfile, what: str) -> Check:
     """
     speed = worker.speed(plain)
     if not speed:
-        reasons = "; ".join(reason for run in worker.runs for reason in run.reasons) or "no gradients came back"
+        reasons = (
+            "; ".join(reason for times in worker.segment_times for reason in times.reasons) or "no gradients came back"
+        )
         return Check("speed", "failed", f"the worker did not compute {what}: {reasons}.", "The log may say more.")
     text = f"the worker computes {what} {speed:.2f} times as fast as this trainer."
     return Check("speed", "ok", text, values={"speed": speed})

@@ -27,7 +27,7 @@ from backhaul_runtime.tensors.layout import copy_exact, layout_of
 BLOCKS = 4
 PLAN = Plan(most=15, warm=1, limit_s=20.0)
 
-Run = Callable[[Block, Tensor, list[object]], Tensor]
+BlockForward = Callable[[Block, Tensor, list[object]], Tensor]
 """A function that runs a block. It appends objects to the list that must stay alive until backward."""
 
 
@@ -46,7 +46,7 @@ def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Ou
     x = torch.randn(*tokens, WIDTH, requires_grad=True)
     gradients_of: dict[str, list[Tensor]] = {}
 
-    def run(variant: str) -> float:
+    def measured(variant: str) -> float:
         taken_s = sum(_step(blocks, x, VARIANTS[variant]) for _ in range(steps))
         tensors = (x, *(parameter for block in blocks for parameter in block.parameters()))
         gradients_of[variant] = [tensor.grad for tensor in tensors if tensor.grad is not None]
@@ -56,14 +56,14 @@ def _measure(name: str, stage: Stage, tokens: tuple[int, int], steps: int) -> Ou
         for variant, gradients in gradients_of.items():
             compare_gradients(f'"{variant}" and "plain"', gradients, gradients_of["plain"])
 
-    variants = [Alternative(variant, partial(run, variant)) for variant in VARIANTS]
+    variants = [Alternative(variant, partial(measured, variant)) for variant in VARIANTS]
     rounds = interleave(variants, [stage.trainer], PLAN, compare)
     others = {variant: rounds.spread(added_by(variant, "plain")).value for variant in VARIANTS if variant != "plain"}
     note = ", ".join(f"{variant} {value:+.1%}" for variant, value in others.items())
     return of_rounds(name, rounds, added_by("recorded", "plain"), note)
 
 
-def _step(blocks: list[Block], x: Tensor, run: Run) -> float:
+def _step(blocks: list[Block], x: Tensor, forward: BlockForward) -> float:
     """Runs forward and backward. Returns seconds of CPU time."""
     x.grad = None
     for block in blocks:
@@ -73,7 +73,7 @@ def _step(blocks: list[Block], x: Tensor, run: Run) -> float:
     began_s = process_time()
     y = x
     for block in blocks:
-        y = run(block, y, kept)
+        y = forward(block, y, kept)
     y.sum().backward()  # type: ignore[no-untyped-call]
     taken_s = process_time() - began_s
     for item in kept:
@@ -141,7 +141,7 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-VARIANTS: dict[str, Run] = {
+VARIANTS: dict[str, BlockForward] = {
     "plain": _plain,
     "digested": _digested,
     "recorded": _recorded,

@@ -24,7 +24,7 @@ GROUP_LIMIT_S = 600.0
 WHOLE_S = 840.0
 """Seconds for all figures together, so that `make bench` takes under 15 minutes on slow machines too."""
 
-RunGroup = Callable[[str, Sequence[int], float], list[Outcome]]
+MeasureGroup = Callable[[str, Sequence[int], float], list[Outcome]]
 """Measures a group's figures on two cores, the trainer's and the worker's. Raises RuntimeError if that fails."""
 
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if is_failed(outcomes) else 0
 
 
-def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup) -> list[Outcome]:
+def measure(figures: Sequence[Figure], cores: Sequence[int], measure_group: MeasureGroup) -> list[Outcome]:
     """Returns the outcomes of the figures, in order. A group that raises RuntimeError fails only its own figures."""
     by_name: dict[str, Outcome] = {}
     began_s = monotonic()
@@ -92,7 +92,7 @@ def measure(figures: Sequence[Figure], cores: Sequence[int], run_group: RunGroup
         pace = _pace(WHOLE_S - after_s, groups[number:])
         print(f"measuring {', '.join(names)} after {after_s:.0f} s", file=sys.stderr, flush=True)
         try:
-            outcomes = {outcome.name: outcome for outcome in run_group(group, cores, pace)}
+            outcomes = {outcome.name: outcome for outcome in measure_group(group, cores, pace)}
         except RuntimeError as error:
             outcomes = {name: without_value(name, Verdict.FAILED, str(error)) for name in names}
         for name in names:

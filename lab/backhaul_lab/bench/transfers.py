@@ -34,10 +34,10 @@ def measure(stage: Stage) -> list[Outcome]:
     grpc_port, tcp_port = map(int, ports.split())
     bare, tcp = BareGrpc(grpc_port), BareTcp(tcp_port)
     x = torch.randn(TENSOR_BYTES // 4, requires_grad=True)
-    bare_runs = {"grpc_put": bare.put, "grpc_get": bare.get, "tcp_put": tcp.put, "tcp_get": tcp.get}
+    bare_transfers = {"grpc_put": bare.put, "grpc_get": bare.get, "tcp_put": tcp.put, "tcp_get": tcp.get}
     variants = [
         Alternative("backhaul", there_and_back(session, [x], stage.cores, REPEATS)),
-        *(Alternative(name, _repeated(run, stage)) for name, run in bare_runs.items()),
+        *(Alternative(name, _repeated(transfer, stage)) for name, transfer in bare_transfers.items()),
     ]
     rounds = interleave(variants, stage.cores, PLAN)
     bare.close()
@@ -85,10 +85,10 @@ def there_and_back(
     return transfer
 
 
-def _repeated(run: Callable[[], float], stage: Stage) -> Callable[[], float]:
+def _repeated(transfer: Callable[[], float], stage: Stage) -> Callable[[], float]:
     def after_settling() -> float:
         settle(stage.cores)  # As Backhaul's transfers do, because TCP is slower after a pause.
-        return run()
+        return transfer()
 
     return lambda: sum(after_settling() for _ in range(REPEATS))
 

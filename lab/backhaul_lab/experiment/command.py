@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         return action
 
-    run_one = add("run", _run, "run an experiment, or continue one that was interrupted, and write its report")
-    run_one.add_argument("file", type=Path, metavar="FILE", help="the experiment, a TOML file")
-    run_one.add_argument(
+    conduct = add("run", _run, "run an experiment, or continue one that was interrupted, and write its report")
+    conduct.add_argument("file", type=Path, metavar="FILE", help="the experiment, a TOML file")
+    conduct.add_argument(
         "--restart", action="store_true", help="discard the results of an earlier run of this experiment"
     )
-    run_one.add_argument(
+    conduct.add_argument(
         "--store",
         default=default_path(),
         metavar="FILE",

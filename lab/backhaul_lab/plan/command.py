@@ -97,7 +97,7 @@ def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> 
     fixed_bytes = plain.model_bytes + arguments.optimizer_bytes * plain.trained_parameters
     room_bytes = arguments.budget - fixed_bytes
     if not workers:
-        reasons = {reason for worker in measured.workers for run in worker.runs for reason in run.reasons}
+        reasons = {reason for worker in measured.workers for times in worker.segment_times for reason in times.reasons}
         why = "; ".join(sorted(reasons)) or "no worker returned gradients"
         raise SettingError(f"no segment of {target.name} can run on a worker: {why}. `backhaul doctor` says more")
     costs = layer_costs(measured)

@@ -136,7 +136,7 @@ def _worker_bytes(costs: LayerCosts, candidate: Candidate, unfinished: int) -> i
     speeds = [worker.speed for worker in candidate.workers]
     part = max(speeds) / sum(speeds)
     layers = costs.plain.layers - candidate.kept_layers
-    run = costs.footprint_of(candidate.segment_layers).run_bytes
+    execution = costs.footprint_of(candidate.segment_layers).execution_bytes
     result = candidate.segment_layers * costs.plain.trained_bytes + costs.plain.boundary_bytes
     return int(
         arithmetic.worker_memory_bytes(
@@ -144,6 +144,6 @@ def _worker_bytes(costs: LayerCosts, candidate: Candidate, unfinished: int) -> i
             costs.plain.trained_bytes + costs.plain.frozen_bytes,
             unfinished * part * candidate.segments(costs.plain.layers),
             costs.plain.boundary_bytes,
-            run + result,
+            execution + result,
         )
     )

@@ -92,8 +92,8 @@ class LayerCosts:
 
 def layer_costs(measured: "ModelMeasurement") -> LayerCosts:
     """Returns the costs of a measured model's layers, with those of the first worker, which must have run segments."""
-    runs = tuple(run for run in measured.workers[0].runs if run.remote)
-    return LayerCosts(measured.plain, runs, measured.has_free_transport)
+    times = tuple(one for one in measured.workers[0].segment_times if one.remote)
+    return LayerCosts(measured.plain, times, measured.has_free_transport)
 
 
 def segment_costs(measured: "ModelMeasurement") -> Costs:

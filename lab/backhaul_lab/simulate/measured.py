@@ -57,7 +57,7 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
         with Stage.of(cores[0], cores[1], os.getpid()) as stage:
             measured = measure_model(target, patient(Settings(**options), worker=stage.tcp_worker()), ROUNDS)
         if not measured.workers[0].speed(measured.plain):
-            why = ", ".join(measured.workers[0].runs[0].reasons) or "no segment was sent to it"
+            why = ", ".join(measured.workers[0].segment_times[0].reasons) or "no segment was sent to it"
             raise SettingError(f"the worker recomputed no segment: {why}")
         training.forward_backward()
         return replace(segment_costs(measured), optimizer_s=_cpu_s(training.optimize) / BLOCKS)
@@ -65,12 +65,12 @@ def measure_on_cores(cores: Sequence[int]) -> tuple[dict[str, Any], KnownCosts]:
     return machine, KnownCosts(calibrated(LARGE, {}), calibrated(LARGE, OVER_TCP), calibrated(MICRO_BATCH, {}))
 
 
-def _cpu_s(run: Callable[[], None]) -> float:
+def _cpu_s(work: Callable[[], None]) -> float:
     """Returns the CPU seconds of an undisturbed call of a function."""
     from backhaul.doctor.profile.plain import undisturbed
 
     ends_s = [thread_time()]
     for _ in range(ROUNDS):
-        run()
+        work()
         ends_s.append(thread_time())
     return undisturbed([end_s - began_s for began_s, end_s in pairwise(ends_s)])

@@ -124,7 +124,7 @@ class _Worker:
         """Runs the backward of a segment, replaying it first if necessary, and then marks the one before as guessed."""
         segment = self.segments[number]
         self._schedule.started(("trainer", number))
-        while self._schedule.held_bytes + self._costs.footprint.run_bytes > self._room_bytes():
+        while self._schedule.held_bytes + self._costs.footprint.execution_bytes > self._room_bytes():
             if not self._schedule.held_bytes:
                 break
             self._discard_replay(self._schedule.last_needed())

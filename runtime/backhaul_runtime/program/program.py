@@ -156,7 +156,7 @@ class Program:
         """The number of nodes that draw from a generator, and so of generator states that a replay needs."""
         return sum(node.draws for node in self.nodes)
 
-    def run_bytes(self, source_bytes: Sequence[int]) -> int:
+    def execution_bytes(self, source_bytes: Sequence[int]) -> int:
         """Returns an upper bound of the bytes that a replay and its backward hold, without the sources.
 
         It counts a gradient for every tensor at once, a copy of each source that the program writes to, and

@@ -42,7 +42,7 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.custom.custom_runs import CustomRuns
+from backhaul_runtime.replay.custom.custom_execution import CustomExecution
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
@@ -109,7 +109,7 @@ class Replay:
         context: A context manager that the ops run in; None for none.
         trace: A list to which each op appends a readable line; None for no trace.
         check: Called between ops, in forward and backward, in the thread that runs them. An exception that it raises
-            ends the run and propagates.
+            ends the execution and propagates.
         watched: Positions of outputs of which the last node that writes to them is noted.
         known: Digests of sources from previous replays; None to compute all digests.
 
@@ -172,8 +172,8 @@ class Replay:
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
         self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_projections else None, meter)
-        self._custom = CustomRuns(program, self._packing, self._lent, is_own=is_own)
-        # Read before the run: if the program writes into a source, the source has another history afterwards.
+        self._custom = CustomExecution(program, self._packing, self._lent, is_own=is_own)
+        # Read before the execution: if the program writes into a source, the source has another history afterwards.
         self._targets: dict[Target, int] = {
             get_gradient_edge(tensor)[:2]: index
             for index, (source, tensor) in enumerate(zip(program.sources, self._sources, strict=True))

@@ -7,13 +7,13 @@ NOTE [Order of need]
    others in the reverse of the order in which they were saved. Once it has reached a segment, it continues with those
    saved before that one.
 2. The segments needed first keep their replays, as far as the room allows. Room is left for the segments that forward
-   has yet to save, estimated by the previous forward, and for the largest temporary need of one run. So no replay is
-   made that would have to be evicted for them.
+   has yet to save, estimated by the previous forward, and for the largest temporary need of one execution. So no replay
+   is made that would have to be evicted for them.
 3. Of the segments that keep a replay, those without one are replayed in the order of need. While forward runs, those
    that are not announced are replayed in the order of saving.
 4. Speculative work evicts replays that the same session needs later, then replays of sessions that hold more bytes than
    its own session would then hold.
-5. A requested run evicts the last needed replay of the session that holds the most bytes.
+5. A requested execution evicts the last needed replay of the session that holds the most bytes.
 6. Sessions take turns.
 """
 
@@ -44,7 +44,7 @@ class Footprint:
     backward_bytes: int
 
     @property
-    def run_bytes(self) -> int:
+    def execution_bytes(self) -> int:
         """The most bytes held at any time from the start of the replay to the end of the backward."""
         return max(self.replay_bytes, self.backward_bytes)
 
@@ -84,8 +84,8 @@ class _Segment:
 
     @property
     def beside_bytes(self) -> int:
-        """The bytes that its next run takes in addition to `kept_bytes`, and that are freed afterwards."""
-        return 0 if self.is_done else max(0, self.footprint.run_bytes - self.kept_bytes)
+        """The bytes that its next execution takes in addition to `kept_bytes`, and that are freed afterwards."""
+        return 0 if self.is_done else max(0, self.footprint.execution_bytes - self.kept_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -174,7 +174,7 @@ class Schedule:
 
         Args:
             key: The segment, with a number that is new in its session.
-            footprint: The bytes that its runs take; an upper bound until it is `measured`.
+            footprint: The bytes that its executions take; an upper bound until it is `measured`.
             source_bytes: The bytes of those of its sources that no other segment names.
         """
         session = self._sessions.setdefault(key[0], _Session())
@@ -229,7 +229,7 @@ class Schedule:
         self._segment(key).footprint = footprint
 
     def started(self, key: Key) -> None:
-        """Reports that a run of a segment begins. The run takes the replay, so it can no longer be evicted."""
+        """Reports that an execution of a segment begins. It takes the replay, so that can no longer be evicted."""
         segment = self._segment(key)
         self._count(key[0], -(segment.held_bytes or 0))
         self._sessions[key[0]].with_replay.pop(key[1], None)

@@ -5,7 +5,7 @@ NOTE [Durations]
    work is the time between two events on its stream. On the host the duration is a number of seconds at once.
 2. Training threads never wait for a span. A decision that needs a span that is not over uses an earlier span of the
    same work. Sums take spans in when they are over. Only the methods and functions named after waiting wait, for the
-   threads of telemetry and of a worker's runs, and for callers of `Session.report`.
+   threads of telemetry and of a worker's executions, and for callers of `Session.report`.
 3. A span contains the work that is queued in it, and the time for which the stream had nothing to do because the host
    was busy or waited. So a span around a wait for a worker is the time for which the device was held up, without the
    time for which it was still at work.

@@ -242,13 +242,13 @@ _apply_function: Any = torch._C._FunctionBase.__dict__["apply"]
 
 def _applied(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Passes the call of a custom autograd function to the mode of the thread, if it is in one (Rule 7)."""
-    run = _apply_function.__get__(None, cls)
+    apply = _apply_function.__get__(None, cls)
     mode = _stack.get(_OURS)
     if not isinstance(mode, PreDispatchMode) or is_in_vmap():
-        return run(*args, **kwargs)
+        return apply(*args, **kwargs)
     if kwargs:
         mode.refuse(f"the custom autograd function {cls.__name__} has keyword arguments")
-    return mode.around_function(cls, args, partial(run, *args, **kwargs))
+    return mode.around_function(cls, args, partial(apply, *args, **kwargs))
 
 
 torch.autograd.function._SingleLevelFunction.apply = classmethod(_applied)  # type: ignore[attr-defined]

@@ -14,15 +14,15 @@ class Quotas:
 
     Attributes:
         memory_bytes: Bytes of the tensors, programs, segments, gradient sums and sessions that the worker keeps. Memory
-            that the worker can take back, and that of a run, does not count.
+            that the worker can take back, and that of an execution, does not count.
         inflight_bytes: Bytes of the tensors that are arriving and of the answers that are being sent.
-        runs: Number of requested runs that wait or run.
+        requests: Number of requests that wait or run.
         sessions: Number of open sessions.
     """
 
     memory_bytes: int | None = None
     inflight_bytes: int | None = None
-    runs: int | None = None
+    requests: int | None = None
     sessions: int | None = None
 
 
@@ -36,7 +36,7 @@ class Account:
         sees_all: Whether the credential may see what belongs to the sessions of others, as a dashboard does.
         held_bytes: Bytes that count against the quota of memory.
         inflight_bytes: Bytes that count against the quota of bytes in flight.
-        runs: Number of requests without an answer.
+        requests: Number of requests without an answer.
         sessions: Number of open sessions.
     """
 
@@ -45,7 +45,7 @@ class Account:
     sees_all: bool = True
     held_bytes: int = 0
     inflight_bytes: int = 0
-    runs: int = 0
+    requests: int = 0
     sessions: int = 0
 
     def may_keep(self, added_bytes: int) -> bool:
@@ -60,9 +60,9 @@ class Account:
         """Raises BudgetError if so many bytes more may not be on the way."""
         self._check_bytes("have in flight", self.inflight_bytes, added_bytes, self.quotas.inflight_bytes)
 
-    def check_runs(self) -> None:
-        """Raises LimitError if no further run may be requested."""
-        self._check_count("runs", self.runs + 1, self.quotas.runs)
+    def check_requests(self) -> None:
+        """Raises LimitError if no further request may be made."""
+        self._check_count("requests", self.requests + 1, self.quotas.requests)
 
     def check_sessions(self) -> None:
         """Raises LimitError if no further session may be opened."""

@@ -11,7 +11,7 @@ from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.process.units import parse_seconds, parse_size
 from backhaul_runtime.wire.protocol import LEASE_S
-from backhaul_server.worker.config import RUN_LIMIT_S, WorkerConfig
+from backhaul_server.worker.config import EXECUTION_LIMIT_S, WorkerConfig
 from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.idleness import QUIET_S, Idleness
 from backhaul_server.worker.supervisor import supervise
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="close the session of a trainer that is silent for so long (default: %(default)g)",
     )
     parser.add_argument(
-        "--run-limit",
+        "--execution-limit",
         type=parse_seconds,
-        default=RUN_LIMIT_S,
+        default=EXECUTION_LIMIT_S,
         metavar="SECONDS",
-        help="cancel a run of a segment that takes longer (default: %(default)g)",
+        help="cancel an execution of a segment that takes longer (default: %(default)g)",
     )
     parser.add_argument(
         "--token-file",
@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
             memory_bytes=arguments.memory,
             sharers=max(1, arguments.sharers),
             lease_s=arguments.lease,
-            run_limit_s=arguments.run_limit,
+            execution_limit_s=arguments.execution_limit,
             credentials=_credentials(arguments),
             plaintext=arguments.plaintext,
             audit_log=arguments.audit_log,
@@ -187,7 +187,7 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
     options = ["--listen", listen, "--device", arguments.device]
     if arguments.memory:
         options += ["--memory", f"{arguments.memory}B"]
-    options += ["--lease", repr(arguments.lease), "--run-limit", repr(arguments.run_limit)]
+    options += ["--lease", repr(arguments.lease), "--execution-limit", repr(arguments.execution_limit)]
     for name in ("token_file", "credentials", "audit_log"):
         if getattr(arguments, name) is not None:
             options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]

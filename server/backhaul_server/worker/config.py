@@ -8,14 +8,14 @@ from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import LEASE_S
 from backhaul_server.worker.credentials import Credentials
 
-RUN_LIMIT_S = 120.0
-"""Seconds that a run may take. A trainer waits at most four times its expected duration, and at least 5 s."""
+EXECUTION_LIMIT_S = 120.0
+"""Seconds that an execution may take. A trainer waits at most four times its expected duration, and at least 5 s."""
 
 DRAIN_S = 30.0
 """Seconds that SIGTERM waits for requests in flight; a second SIGTERM ends the wait."""
 
 END_S = 5.0
-"""Seconds that a run which is in progress has to end after that."""
+"""Seconds that an execution which is in progress has to end after that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class WorkerConfig:
     lease_s: float = LEASE_S
     """Seconds without a request after which a trainer's session is closed."""
 
-    run_limit_s: float = RUN_LIMIT_S
-    """Seconds that a run of a program may take."""
+    execution_limit_s: float = EXECUTION_LIMIT_S
+    """Seconds that an execution of a program may take."""
 
     credentials: Credentials | None = None
     """Who may use the worker; None if everyone who reaches the address may."""

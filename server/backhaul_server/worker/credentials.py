@@ -28,7 +28,7 @@ from backhaul_server.worker.accounts import Account, Quotas
 
 logger = logging.getLogger("backhaul.worker")
 
-_QUOTAS = {"memory": "memory_bytes", "inflight": "inflight_bytes", "runs": "runs", "sessions": "sessions"}
+_QUOTAS = {"memory": "memory_bytes", "inflight": "inflight_bytes", "requests": "requests", "sessions": "sessions"}
 _KEYS = ("token_files", *_QUOTAS, "dashboard")
 _EXAMPLE = """[alice]
 token_files = ["alice.token"]

@@ -28,7 +28,7 @@ from backhaul_server.worker.announcement import announcement
 from backhaul_server.worker.audit import AuditLog
 from backhaul_server.worker.config import DRAIN_S, END_S, WorkerConfig, host_memory_bytes
 from backhaul_server.worker.credentials import Credentials
-from backhaul_server.worker.engine.bounds import RunMemory
+from backhaul_server.worker.engine.bounds import ExecutionMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.executor import GRACE_S
 from backhaul_server.worker.engine.fair_queue import Job
@@ -119,12 +119,12 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     interceptors = [CredentialInterceptor(credentials, audit)] if credentials is not None else []
     server = grpc.aio.server(interceptors=interceptors, options=server_options(files))
     listener = Listener(config.address, config.tls)
-    run_memory = RunMemory(budget) if device.type == "cpu" else DeviceMemory(device, budget)
+    execution_memory = ExecutionMemory(budget) if device.type == "cpu" else DeviceMemory(device, budget)
 
     def overdue(job: Job) -> None:
-        _exit_because_of(job, worker, config.run_limit_s)
+        _exit_because_of(job, worker, config.execution_limit_s)
 
-    worker = Worker(device, budget, config.lease_s, config.run_limit_s, overdue, run_memory)
+    worker = Worker(device, budget, config.lease_s, config.execution_limit_s, overdue, execution_memory)
     worker.allowed = allowed
     offers: list[Callable[[], None]] = []
     health = Health(server, reflects=credentials is None)
@@ -154,7 +154,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
         try:
             await asyncio.wait_for(worker.close(), END_S)
         except TimeoutError:
-            logger.warning("A run does not end: the process exits without it.")
+            logger.warning("An execution does not end: the process exits without it.")
             os._exit(1)  # a normal exit would wait for the executor's thread
         for task in tasks:
             task.cancel()
@@ -191,7 +191,7 @@ def _watches(
     config: WorkerConfig, worker: Worker, audit: AuditLog, address: str, files: int
 ) -> Iterator[Coroutine[Any, Any, None]]:
     """Yields what runs beside the server for as long as it serves."""
-    yield _beat(config.run_limit_s + GRACE_S + _STANDSTILL_S)
+    yield _beat(config.execution_limit_s + GRACE_S + _STANDSTILL_S)
     if config.credentials is not None:
         yield _watch(config.credentials, worker, audit)
     if not config.address.unix_path:
@@ -222,8 +222,8 @@ def _exit_because_of(job: Job, worker: Worker, limit_s: float) -> None:
     """Ends this process, because nothing else can stop a thread that executes an op."""
     session = worker.sessions.get(job.session)
     logger.error(
-        "An op of %s for %s still runs after %g s. A run may take %g s, and a single op cannot be cancelled, so this "
-        "process ends now.",
+        "An op of %s for %s still runs after %g s. An execution may take %g s, and a single op cannot be cancelled, so "
+        "this process ends now.",
         job.name or "a segment",
         session.trainer if session is not None else "a trainer that has left",
         limit_s + GRACE_S,

@@ -38,7 +38,7 @@ from backhaul_runtime.process.addresses import Address
 logger = logging.getLogger("backhaul.worker")
 
 OVERDUE_CODE = 70
-"""Exit code of a worker that ended itself because an op did not end; its log names the run."""
+"""Exit code of a worker that ended itself because an op did not end; its log names the execution."""
 
 STEADY_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 10.0

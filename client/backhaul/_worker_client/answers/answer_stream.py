@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backhaul._worker_client.connection.deadlines import Expected, longest_queue_s, longest_run_s
+from backhaul._worker_client.connection.deadlines import Expected, longest_execution_s, longest_queue_s
 from backhaul._worker_client.connection.exchange import AnswerMessage
 from backhaul._worker_client.connection.shared_memory import TrainerSharedMemory, receiving
 from backhaul_proto.v1 import segment_pb2
@@ -88,7 +88,7 @@ class AnswerStream:
             self._check_queue(message.progress.ahead_s)
             if message.progress.running and self._running_since is None:
                 self._running_since = monotonic()
-            most_s = longest_run_s(self._expected_s())
+            most_s = longest_execution_s(self._expected_s())
             if self._running_since is None and monotonic() - asked > most_s:
                 raise WorkerLostError(f"the worker has not started the segment after {most_s:.1f} s", status="BUSY")
         if message.WhichOneof("answer") is None:
@@ -129,14 +129,14 @@ class AnswerStream:
         return self._receiver.has_all(self._tensor_count)
 
     def _next(self) -> segment_pb2.Answer:
-        carried = self._messages.next(self._check_run)
+        carried = self._messages.next(self._check_execution)
         self.received_bytes += carried.size_bytes + shared_bytes(carried.tensors)
         self._receiver.add_carried(carried)
         return carried.message
 
-    def _check_run(self) -> None:
+    def _check_execution(self) -> None:
         if self._running_since is not None:
-            most_s = longest_run_s(self._expected_s())
+            most_s = longest_execution_s(self._expected_s())
             if monotonic() - self._running_since > most_s:
                 raise WorkerLostError(f"the worker has run the segment for more than {most_s:.1f} s", status="SLOW")
 

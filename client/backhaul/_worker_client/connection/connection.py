@@ -61,8 +61,8 @@ LONGEST_BACKOFF_S = 5.0
 KEEP_INTERVAL_S = 1.0
 RECOVERY_S = 0.5
 _RESTART_POLL_S = 0.05
-LAST_RUN = 0.1
-"""The part of a worker's speed that its last run determines."""
+LAST_EXECUTION = 0.1
+"""The part of a worker's speed that its last execution determines."""
 _HARMLESS = frozenset({"BUSY", "SLOW", "DOWN", "LOST", "DAMAGED"})
 """The statuses of errors that say nothing against the connection."""
 _REPEATABLE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN", "INTERNAL", "DAMAGED", ""})
@@ -102,7 +102,8 @@ class Connection:
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
         traffic: The bytes of all messages with segments, since the session began.
-        speed: The mean ratio of expected to actual durations of runs, which compares workers; 0 before the first run.
+        speed: The mean ratio of expected to actual durations of executions, which compares workers; 0 before the first
+            execution.
     """
 
     def __init__(
@@ -259,10 +260,10 @@ class Connection:
         return "the worker is shutting down" if self._up and self._draining else self._why_down
 
     def ran(self, expected_s: float, took_s: float) -> None:
-        """Notes how long a run took on the worker. If two threads do so at once, one run may not count."""
+        """Notes how long an execution took on the worker. If two threads do so at once, one execution may not count."""
         if expected_s > 0 < took_s:
             ratio = expected_s / took_s
-            self.speed = self.speed + LAST_RUN * (ratio - self.speed) if self.speed else ratio
+            self.speed = self.speed + LAST_EXECUTION * (ratio - self.speed) if self.speed else ratio
 
     def stubs(self, worker_session: WorkerSession) -> Stubs:
         """Returns the stubs of a worker session.

@@ -1,8 +1,8 @@
 """How long the trainer waits for a worker.
 
 NOTE [Bounds]
-1. Every wait ends: when the worker is silent for too long, when the run takes too long, or when the worker's queue
-   takes longer than the work would take here.
+1. Every wait ends: when the worker is silent for too long, when the execution takes too long, or when the worker's
+   queue takes longer than the work would take here.
 2. Silence is counted in slices during which the waiting thread was awake. So a trainer that was itself stopped or
    starved does not blame the worker.
 3. The contents of a message that does not fit its checksum are unknown. A damaged answer becomes a WorkerLostError with
@@ -11,8 +11,8 @@ NOTE [Bounds]
 4. Limits of time begin when the worker has everything that it needs: the request follows the upload of its segment.
    The upload itself has no limit but the silence that its own calls notice. So weights may take minutes to send, and an
    upload that waits for the trainer's own device does not blame the worker.
-5. The expected time of a run follows from what forward took. As long as an accelerator has not done that forward, and
-   none before it, the time is unknown and limits nothing.
+5. The expected time of an execution follows from what forward took. As long as an accelerator has not done that
+   forward, and none before it, the time is unknown and limits nothing.
 """
 
 import math
@@ -27,10 +27,10 @@ T = TypeVar("T")
 SLICE_S = 0.1
 LONGEST_S = 3600.0
 """The deadline passed to gRPC for calls whose end the rules above decide."""
-SHORTEST_RUN_LIMIT_S = 5.0
-"""The limit of a run that should take less than a quarter of it. Tests that are not about it set it higher."""
+SHORTEST_EXECUTION_LIMIT_S = 5.0
+"""The limit of an execution that should take less than a quarter of it. Tests that are not about it set it higher."""
 SHORTEST_QUEUE_LIMIT_S = 1.0
-"""The limit of the worker's queue for a run that should take less than half of it, set higher likewise."""
+"""The limit of the worker's queue for an execution that should take less than half of it, set higher likewise."""
 
 
 class Liveness:
@@ -79,11 +79,11 @@ Expected: TypeAlias = Callable[[], float | None]
 """Returns the seconds that work should take; None while they are unknown (Rule 5)."""
 
 
-def longest_run_s(expected_s: float | None) -> float:
+def longest_execution_s(expected_s: float | None) -> float:
     """Returns the seconds to wait for work that should take `expected_s`; infinity while that is unknown (Rule 5)."""
-    return math.inf if expected_s is None else max(SHORTEST_RUN_LIMIT_S, 4 * expected_s)
+    return math.inf if expected_s is None else max(SHORTEST_EXECUTION_LIMIT_S, 4 * expected_s)
 
 
 def longest_queue_s(expected_s: float | None) -> float:
-    """Returns the seconds that other work may take before work that should take `expected_s`; see `longest_run_s`."""
+    """Returns the seconds that other work may take before work of `expected_s`; see `longest_execution_s`."""
     return math.inf if expected_s is None else max(SHORTEST_QUEUE_LIMIT_S, 2 * expected_s)

@@ -38,7 +38,7 @@ class LinkProfile:
         return min(self.up_bytes_per_s, self.down_bytes_per_s)
 
 
-class LinkRun:
+class LinkMeasurement:
     """Sends and receives large tensors. `profile` returns the rates once the session is closed.
 
     Args:

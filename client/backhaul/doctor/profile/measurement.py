@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from backhaul._config import Config
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
-from backhaul.doctor.profile.link import LinkProfile, LinkRun
+from backhaul.doctor.profile.link import LinkMeasurement, LinkProfile
 from backhaul.doctor.profile.observed import ObservedSession
-from backhaul.doctor.profile.plain import ROUNDS, PlainRun
+from backhaul.doctor.profile.plain import ROUNDS, PlainMeasurement
 from backhaul.doctor.profile.remote import (
-    RemoteRun,
+    RemoteMeasurement,
     compute_threads,
     has_free_transport,
 )
@@ -29,7 +29,7 @@ class WorkerProfile:
         memory_bytes: The memory budget, in bytes.
         differences: What differs between the fingerprints, each with the trainer's value and the worker's.
         link: The link; None if the worker did not run the segments that measure it.
-        runs: The costs of segments of one length or of two.
+        segment_times: The costs of segments of one length or of two.
     """
 
     address: str
@@ -37,7 +37,7 @@ class WorkerProfile:
     memory_bytes: int
     differences: dict[str, tuple[str, str]]
     link: LinkProfile | None
-    runs: tuple[SegmentTimes, ...]
+    segment_times: tuple[SegmentTimes, ...]
 
     @property
     def crosses_network(self) -> bool:
@@ -46,11 +46,11 @@ class WorkerProfile:
 
     def speed(self, plain: PlainProfile) -> float:
         """Returns the speed relative to the trainer; 0 if the worker computed no backward."""
-        run = self.runs[-1]
-        took_s = run.replay_s + run.replay_backward_s
-        if not run.replay_backward_s or took_s <= 0:
+        times = self.segment_times[-1]
+        took_s = times.replay_s + times.replay_backward_s
+        if not times.replay_backward_s or took_s <= 0:
             return 0.0
-        layers = plain.layers / run.segments
+        layers = plain.layers / times.segments
         return layers * (plain.forward_s + plain.backward_s) / took_s
 
 
@@ -85,7 +85,7 @@ def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> Model
         BackhaulError: A worker cannot be used.
         SettingError: The model raises an error.
     """
-    plain = PlainRun(target)
+    plain = PlainMeasurement(target)
     with _named(target):
         plain.run(rounds)
     computing = compute_threads()
@@ -96,7 +96,7 @@ def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> Model
 def _measure_worker(
     config: Config,
     target: Target,
-    plain: PlainRun,
+    plain: PlainMeasurement,
     computing: frozenset[int],
     rounds: int,
 ) -> WorkerProfile:
@@ -114,19 +114,19 @@ def _measure_worker(
         SettingError: The model raises an error.
     """
     device = target.device
-    runs: list[RemoteRun] = []
+    measured: list[RemoteMeasurement] = []
     with ObservedSession(replace(config, returns="gradients", telemetry=True)) as session:
         worker_session = session._workers[0].connection.up
         if worker_session is None:
             raise WorkerLostError(f"worker {config.worker} takes no session: {session._workers[0].connection.why_down}")
-        link = LinkRun(session, device)
+        link = LinkMeasurement(session, device)
         link.run()
         for length in dict.fromkeys((1, max(1, len(target.layers) // 2))):
-            runs.append(run := RemoteRun(target, session, length, computing))
+            measured.append(remote := RemoteMeasurement(target, session, length, computing))
             with _named(target):
-                run.run(rounds)
+                remote.run(rounds)
                 plain.run(rounds)
-    times = [run.times(plain.profile()) for run in runs]
+    times = [remote.times(plain.profile()) for remote in measured]
     # Layers that cannot be joined are measured once.
     distinct = {one.segments: one for one in reversed(times)}
     return WorkerProfile(

@@ -28,7 +28,7 @@ from backhaul_runtime.torch_internals.private import pytree
 WARM_ROUNDS, ROUNDS = 1, 5
 _LEARNING_RATE = 1e-6
 _GROWTH = 2.0
-"""The run of a layer takes about this many times what autograd saves, if it cannot be measured."""
+"""The execution of a layer takes about this many times what autograd saves, if it cannot be measured."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ def update(parameters: Sequence[nn.Parameter]) -> None:
                 parameter.grad = None
 
 
-class PlainRun:
+class PlainMeasurement:
     """Forwards and backwards of a model without checkpointing. `profile` returns what they cost.
 
     Run them several times, between other measurements: a machine may be slower for some seconds, and a model that was
@@ -192,7 +192,7 @@ def _round(
     try:
         began_s = now_s()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            loss = target.run()
+            loss = target.forward()
         forward_s = now_s() - began_s
     finally:
         for hook in hooks:
@@ -223,13 +223,13 @@ def _without_gradients(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str
         layer(*args, **kwargs)
 
 
-def _peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+def _peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Returns the most bytes that are allocated at a time while a function runs."""
     if device.type != "cuda":
-        return peak_live_bytes(run)
+        return peak_live_bytes(work)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run()
+    work()
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -61,7 +61,7 @@ class _Step:
     finish_s: float
 
 
-class RemoteRun:
+class RemoteMeasurement:
     """Steps of a model with one length of segments. `times` returns what they cost once the session is closed.
 
     Args:
@@ -101,7 +101,7 @@ class RemoteRun:
     def _step(self) -> _Step:
         device = self._target.device
         transport_s, main_s = _transport_s(self._computing), thread_time()
-        loss = self._target.run()
+        loss = self._target.forward()
         synchronise(device)
         sent_s, forward_s = _transport_s(self._computing), thread_time() - main_s
         main_s = thread_time()

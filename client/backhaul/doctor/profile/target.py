@@ -29,13 +29,13 @@ class Target:
     Attributes:
         name: What was given as --model, for messages.
         model: The model, in training mode.
-        run: Runs a forward with the example batch and returns its loss, a scalar.
+        forward: Runs a forward with the example batch and returns its loss, a scalar.
         kinds: Classes of the modules that become segments.
     """
 
     name: str
     model: nn.Module
-    run: Callable[[], Tensor]
+    forward: Callable[[], Tensor]
     kinds: tuple[type[nn.Module], ...]
 
     @property
@@ -96,10 +96,10 @@ def load_target(name: str, layers: str = "", arguments: Mapping[str, Any] | None
     """
     function = _imported(name)
     made = _called(name, function, dict(arguments or {}))
-    model, run = _model_of(name, made, {**_DEFAULTS, **(arguments or {})})
+    model, forward = _model_of(name, made, {**_DEFAULTS, **(arguments or {})})
     model.train()
-    target = Target(name, model, run, ())
-    return Target(name, model, run, _kinds(target, layers))
+    target = Target(name, model, forward, ())
+    return Target(name, model, forward, _kinds(target, layers))
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
@@ -164,11 +164,11 @@ def _model_of(name: str, made: Any, arguments: Mapping[str, Any]) -> tuple[nn.Mo
     else:
         args, kwargs = tuple(batch) if isinstance(batch, list | tuple) else (batch,), {}
 
-    def run() -> Tensor:
+    def forward() -> Tensor:
         output = model(*args, **kwargs)
         return _scalar(name, loss(output) if loss is not None else output)
 
-    return model, run
+    return model, forward
 
 
 def _scalar(name: str, output: Any) -> Tensor:

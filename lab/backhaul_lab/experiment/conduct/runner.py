@@ -19,7 +19,7 @@ from backhaul_lab.harness.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
+class ExperimentOutcome:
     """How a run has ended.
 
     Attributes:
@@ -87,7 +87,7 @@ class Runner:
         )
         self.remaining = [visit for visit in schedule(experiment) if not self._is_finished(visit)]
 
-    def run(self, progress: Progress) -> RunOutcome:
+    def run(self, progress: Progress) -> ExperimentOutcome:
         """Runs the remaining visits.
 
         Args:
@@ -119,7 +119,7 @@ class Runner:
             if record["status"] == FAILED:
                 failed[visit.cell] = f"{name}: {record['why']}"
                 progress.say("\n".join(f"    {line}" for line in record["log"].splitlines()[-5:]))
-        return RunOutcome(tuple(failed.values()), tuple(unequal))
+        return ExperimentOutcome(tuple(failed.values()), tuple(unequal))
 
     def _name(self, visit: Visit) -> str:
         cell = self._experiment.matrix.cells[visit.cell]

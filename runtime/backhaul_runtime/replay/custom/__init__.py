@@ -1,1 +1,1 @@
-"""Replays custom autograd functions and ops of other libraries: `CustomRuns`."""
+"""Replays custom autograd functions and ops of other libraries: `CustomExecution`."""

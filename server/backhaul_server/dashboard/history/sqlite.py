@@ -141,16 +141,16 @@ class HistoryFile:
             raise
 
     def _prepare(self) -> None:
-        run = self._connection.execute
-        run("PRAGMA foreign_keys = ON")
-        (tables,) = run("SELECT count(*) FROM sqlite_schema").fetchone()
+        execute = self._connection.execute
+        execute("PRAGMA foreign_keys = ON")
+        (tables,) = execute("SELECT count(*) FROM sqlite_schema").fetchone()
         if not tables:  # it takes effect only before the first table exists, and would write to a file that is refused
-            run("PRAGMA auto_vacuum = INCREMENTAL")
+            execute("PRAGMA auto_vacuum = INCREMENTAL")
         with self._transaction():  # two dashboards may start at the same time
             prepare(self._connection, self._path)
         # The mode is stored in the file, so it is set only once the file is known to be ours.
-        run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = NORMAL")  # a power failure may lose the last steps, but never the file
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")  # a power failure may lose the last steps, but never the file
 
     def close(self) -> None:
         """Closes the file. The last process to close it merges the write-ahead log into the file."""
@@ -198,11 +198,11 @@ class HistoryFile:
 
     def runs(self, wanted: RunSelection, current: Sequence[str], now_s: float) -> RunList:
         """Returns a page of the wanted runs, and which of the current ones are stored. See `Archive.runs`."""
-        run = self._connection.execute
+        execute = self._connection.execute
         filters = (wanted.query.casefold(), wanted.tag, wanted.id)
-        rows = run(_RUNS, (*filters, *wanted.before, wanted.limit)).fetchall()
-        (total,) = run(f"SELECT count(*) {_WANTED_RUNS}", filters).fetchone()
-        stored = {name for name in current if run("SELECT 1 FROM runs WHERE name = ?", (name,)).fetchone()}
+        rows = execute(_RUNS, (*filters, *wanted.before, wanted.limit)).fetchall()
+        (total,) = execute(f"SELECT count(*) {_WANTED_RUNS}", filters).fetchone()
+        stored = {name for name in current if execute("SELECT 1 FROM runs WHERE name = ?", (name,)).fetchone()}
         return RunList([self._run(row, now_s) for row in rows], total, stored)
 
     def events(self, wanted: EventSelection) -> EventList:

@@ -24,7 +24,7 @@ class Answers:
 
     Args:
         store: The worker's memory accounts, and the tensors that answers are read from.
-        has_room: Called when an answer was sent: a run may have waited for its memory.
+        has_room: Called when an answer was sent: an execution may have waited for its memory.
     """
 
     def __init__(self, store: Store[StoredValue], has_room: Callable[[], None]) -> None:

@@ -1,16 +1,16 @@
-"""The bounds of a run: cancellation, a deadline, and a memory limit.
+"""The bounds of an execution: cancellation, a deadline, and a memory limit.
 
-NOTE [Bounds of a run]
-1. `Bounds.check` is called between ops, in forward and in backward. It ends a run whose segment was released, also
-   because its session closed or lost its lease; a run that has passed its deadline; and a speculative
+NOTE [Bounds of an execution]
+1. `Bounds.check` is called between ops, in forward and in backward. It ends an execution whose segment was released,
+   also because its session closed or lost its lease; an execution that has passed its deadline; and a speculative
    run that has taken long while a request waits.
 2. No thread of this process can cancel a single op that passes the deadline. The executor's timer ends the process.
-3. A run may allocate what it is charged with, and a margin for the temporary memory of ops. RLIMIT_DATA enforces it:
-   an allocation beyond it fails, and so does only the op that asked for it. On CUDA see NOTE [Reserve].
+3. An execution may allocate what it is charged with, and a margin for the temporary memory of ops. RLIMIT_DATA enforces
+   it: an allocation beyond it fails, and so does only the op that asked for it. On CUDA see NOTE [Reserve].
 4. OpenMP aborts the process when it can't create a thread. So its threads are created before the limit is set, and a
    program uses one number of threads throughout.
-5. The process keeps freed memory for the next step (see `heap`). It returns that memory to the system before a run that
-   might otherwise take the process beyond its budget.
+5. The process keeps freed memory for the next step (see `heap`). It returns that memory to the system before an
+   execution that might otherwise take the process beyond its budget.
 """
 
 import math
@@ -34,7 +34,7 @@ _PAGE = resource.getpagesize()
 _RESIDENT, _SHARED, _DATA = 1, 2, 5  # fields of statm
 
 
-class RunMemory:
+class ExecutionMemory:
     """The memory limit of this process's runs. Any thread may construct it; the executor's thread alone uses it.
 
     Args:
@@ -48,7 +48,7 @@ class RunMemory:
         self._threads = 0
 
     def begin(self, charged_bytes: int) -> int:
-        """Prepares a run that is charged with this many bytes (Rule 5). Returns the limit to pass to `limited`."""
+        """Prepares an execution that is charged with so many bytes (Rule 5). Returns the limit for `limited`."""
         if self._private_bytes() + charged_bytes > self._most_bytes:
             return_freed_memory()
         return self._fields()[_DATA] + charged_bytes + self._margin_bytes
@@ -83,13 +83,13 @@ class Bounds:
     """The deadline and the memory limit of a segment's runs, one after the other.
 
     Args:
-        limit_s: Seconds that each run may take.
-        memory: The memory limit of runs; None if something else limits their memory.
+        limit_s: Seconds that each execution may take.
+        memory: The memory limit of executions; None if something else limits their memory.
     """
 
     __slots__ = ("_deadline", "_error", "_limit_s", "_memory", "_most_bytes", "_must_yield")
 
-    def __init__(self, limit_s: float = math.inf, memory: RunMemory | DeviceMemory | None = None) -> None:
+    def __init__(self, limit_s: float = math.inf, memory: ExecutionMemory | DeviceMemory | None = None) -> None:
         self._memory = memory
         self._error: BackhaulError | None = None
         self._deadline, self._limit_s = math.inf, limit_s
@@ -97,11 +97,12 @@ class Bounds:
         self._most_bytes = 0
 
     def begin(self, charged_bytes: int, must_yield: Callable[[], bool] | None = None) -> None:
-        """Begins a run in the calling thread, which must be the executor's.
+        """Begins an execution in the calling thread, which must be the executor's.
 
         Args:
-            charged_bytes: The bytes that the run is charged with.
-            must_yield: Returns whether a speculative run must end because requests wait; None for a requested run.
+            charged_bytes: The bytes that the execution is charged with.
+            must_yield: Returns whether a speculative execution must end because requests wait; None for a requested
+                execution.
         """
         self._deadline, self._must_yield = monotonic() + self._limit_s, must_yield
         if self._memory is not None:
@@ -112,22 +113,22 @@ class Bounds:
         self._error = error
 
     def check(self) -> None:
-        """Raises the error given to `set`, or ReplayError for a run that ends for another reason (Rule 1)."""
+        """Raises the error given to `set`, or ReplayError for an execution that ends for another reason (Rule 1)."""
         if self._error is not None:
-            # A copy, because a raised error refers to the run's graph, whose hooks refer to this object: the garbage
-            # collector cannot free such a cycle.
+            # A copy, because a raised error refers to the execution's graph, whose hooks refer to this object: the
+            # garbage collector cannot free such a cycle.
             raise copy(self._error)
         if monotonic() > self._deadline:
             raise ReplayError(
-                f"the run was ended after {self._limit_s:g} s: make segments smaller, or start the worker with a "
-                "larger --run-limit"
+                f"the execution was ended after {self._limit_s:g} s: make segments smaller, or start the worker with a "
+                "larger --execution-limit"
             )
         if self._must_yield is not None and self._must_yield():
-            raise ReplayError("a speculative run was cancelled because requests wait")
+            raise ReplayError("a speculative execution was cancelled because requests wait")
 
     @contextmanager
     def working(self, threads: int) -> Iterator[None]:
-        """Limits the memory of ops in a part of the run that began last. The ops run on this many threads."""
+        """Limits the memory of ops in a part of the execution that began last. The ops run on this many threads."""
         if self._memory is None:
             yield
         else:

@@ -7,9 +7,9 @@ NOTE [Reserve]
 2. The CUDA context, loaded kernels, libraries and other processes, among them a trainer that shares the device, take
    memory outside of the allocator. Only what they leave free can be measured. If that is less than the store may still
    give away, the difference belongs to the reserve too.
-3. The reserve is measured before a run begins, while nothing runs. Until the next measurement the store gives away that
-   much less. It does not delay the run of a segment that was accepted before: that run may fail for lack of memory, and
-   the trainer then recomputes the segment.
+3. The reserve is measured before an execution begins, while nothing runs. Until the next measurement the store gives
+   away that much less. It does not delay a segment that was accepted before: its execution may fail for lack of memory,
+   and the trainer then recomputes the segment.
 4. The allocator keeps freed blocks, for each stream of its own, so it may hold more than the budget although less is
    allocated. The kept blocks are then given back to the device, which waits for the device's work. That is no part of
    the reserve.
@@ -22,7 +22,7 @@ import torch
 
 
 class DeviceMemory:
-    """The memory of a CUDA device that a worker takes. It takes the place of `RunMemory` there.
+    """The memory of a CUDA device that a worker takes. It takes the place of `ExecutionMemory` there.
 
     Args:
         device: The CUDA device that programs run on, with its index.
@@ -40,7 +40,7 @@ class DeviceMemory:
         Args:
             charged_bytes: What the store has charged in all, while no run is in progress.
         """
-        with suppress(RuntimeError):  # of a device that a kernel has broken. The run fails with it, and says so
+        with suppress(RuntimeError):  # of a device that a kernel has broken. The execution fails with it, and says so
             free_bytes, _ = torch.cuda.mem_get_info(self._device)
             allocated_bytes = torch.cuda.memory_allocated(self._device)
             available_bytes = free_bytes + torch.cuda.memory_reserved(self._device) - allocated_bytes
@@ -49,7 +49,7 @@ class DeviceMemory:
         return self._reserve_bytes
 
     def begin(self, charged_bytes: int) -> int:
-        """Prepares a run (Rule 4). Executor's thread only. Returns the limit to pass to `limited`, which has none."""
+        """Prepares an execution (Rule 4). Executor's thread only. Returns no limit for `limited`."""
         if torch.cuda.memory_reserved(self._device) > self._budget_bytes:
             with suppress(RuntimeError):  # as above
                 torch.cuda.empty_cache()

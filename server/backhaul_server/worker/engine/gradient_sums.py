@@ -26,9 +26,9 @@ from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.layout import alignment_of
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_server.worker.accounts import Owner
+from backhaul_server.worker.engine.executions import ExecutionResult
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import job_of
-from backhaul_server.worker.engine.segment_runs import RunResult
 from backhaul_server.worker.engine.store import Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 
@@ -167,8 +167,8 @@ class GradientSums:
         return not self._is_collected
 
     def keep(
-        self, segment: int, backward: int, keep: GradientsToKeep, result: RunResult, sources: Sequence[Tensor]
-    ) -> RunResult:
+        self, segment: int, backward: int, keep: GradientsToKeep, result: ExecutionResult, sources: Sequence[Tensor]
+    ) -> ExecutionResult:
         """Takes contributions out of a result and makes them pending (Rule 1).
 
         Args:
@@ -301,8 +301,8 @@ class GradientSums:
 
 
 def _without(
-    result: RunResult, slots: Mapping[int, int], sources: Sequence[Tensor]
-) -> tuple[RunResult, dict[int, list[Tensor]]]:
+    result: ExecutionResult, slots: Mapping[int, int], sources: Sequence[Tensor]
+) -> tuple[ExecutionResult, dict[int, list[Tensor]]]:
     """Returns a result without the contributions that can stay on the worker, and those contributions by slot.
 
     A tensor can stay if it is not a view of larger memory, and if each contribution that uses it belongs to a parameter

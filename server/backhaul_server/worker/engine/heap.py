@@ -2,8 +2,8 @@
 
 A training step allocates and frees the same memory as the step before. Memory that malloc has returned to the system
 meanwhile causes page faults when it is used again: 170,000 of them, or 290 ms, for 670 MB of saved tensors, in one
-step of ten. So the process keeps freed memory, which never exceeds what was charged at once, until a run needs it
-elsewhere or the last session is closed.
+step of ten. So the process keeps freed memory, which never exceeds what was charged at once, until an execution needs
+it elsewhere or the last session is closed.
 """
 
 import ctypes

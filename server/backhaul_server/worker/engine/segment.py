@@ -17,17 +17,17 @@ from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.wire.tensor_batches import SharedWriter
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.bounds import Bounds
+from backhaul_server.worker.engine.executions import BackwardInputs, ExecutionResult, LiveReplay, SegmentInputs
 from backhaul_server.worker.engine.fair_queue import Job
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.segment_machine import Key, SegmentMachine
-from backhaul_server.worker.engine.segment_runs import BackwardInputs, LiveReplay, RunResult, SegmentInputs
 
 MOST_UNPUSHED = 64
 MOST_UNPREDICTABLE = 32
 _NOTHING = Footprint(0, 0, 0)
 T = TypeVar("T")
 
-Operation = Callable[[SegmentInputs, LiveReplay | None], RunResult]
+Operation = Callable[[SegmentInputs, LiveReplay | None], ExecutionResult]
 """The work of a request: takes the segment's inputs and its replay, if one is ready. Runs in the executor's thread."""
 
 
@@ -56,9 +56,9 @@ class SegmentRequest:
         backward_inputs: The inputs of a backward; None for a recompute.
         keep: The gradients that a backward may keep on the worker; None to send them all.
         unsent: Sources whose gradients need not be sent if they are among the chained ones.
-        expected_s: Seconds that the trainer expects the run to take.
+        expected_s: Seconds that the trainer expects the execution to take.
         arrived_at_s: When the request arrived, in seconds since 1970.
-        answer: Resolves to the result when the run has ended; repeated requests share it.
+        answer: Resolves to the result when the execution has ended; repeated requests share it.
     """
 
     perform: Operation | None
@@ -67,7 +67,7 @@ class SegmentRequest:
     unsent: Sequence[int]
     expected_s: float
     arrived_at_s: float
-    answer: "asyncio.Future[RunResult]"
+    answer: "asyncio.Future[ExecutionResult]"
 
 
 def result_of(answer: "asyncio.Future[T]") -> T:
@@ -95,7 +95,7 @@ class SpeculativeBackward:
 
     inputs: BackwardInputs
     gradients: Mapping[int, Tensor]
-    result: RunResult | None = None
+    result: ExecutionResult | None = None
     was_pushed: bool = False
 
 
@@ -115,7 +115,7 @@ class Segment:
         machine: Decides which work is due.
         speculation: The backward that will probably be requested; None while its gradients are unknown.
         ready: The replay that waits for a request or for a speculative backward; None if there is none.
-        footprint: Bytes that a run takes; an upper bound until a segment of the same kind was measured.
+        footprint: Bytes that an execution takes; an upper bound until a segment of the same kind was measured.
         bounds: Deadline, memory limit and cancellation of the segment's runs.
         queued_at_s: When the segment was scheduled for a replay ahead, in seconds since 1970.
         job: The executor's job for the segment, None while there is none.
@@ -144,12 +144,12 @@ class Segment:
         return self.session.id, id(self)
 
     @property
-    def run_bytes(self) -> int:
-        """The most bytes that a requested run takes, with the replays that missing sources are computed by."""
+    def execution_bytes(self) -> int:
+        """The most bytes that a requested execution takes, with the replays that missing sources are computed by."""
         most_bytes, waiting, seen = 0, [self], {self.id}
         while waiting:
             segment = waiting.pop()
-            most_bytes = max(most_bytes, segment.footprint.run_bytes)
+            most_bytes = max(most_bytes, segment.footprint.execution_bytes)
             if segment.inputs is not None and not segment.inputs.is_complete:
                 earlier = [before for before in segment.saved_predecessors() if before.id not in seen]
                 seen.update(before.id for before in earlier)

@@ -12,6 +12,13 @@ from time import monotonic, time
 
 from backhaul_runtime.errors import BackhaulError, SegmentUnknownError, WorkerError
 from backhaul_runtime.replay.schedule import Schedule
+from backhaul_server.worker.engine.executions import (
+    PART_BYTES,
+    BackwardInputs,
+    ExecutionResult,
+    LiveReplay,
+    SegmentInputs,
+)
 from backhaul_server.worker.engine.executor import Executor
 from backhaul_server.worker.engine.fair_queue import Job, job_of
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep, GradientSums
@@ -20,18 +27,17 @@ from backhaul_server.worker.engine.segment_machine import (
     Answer,
     AnswerError,
     DropReplay,
+    Execute,
     ForgetResult,
     Free,
     Instruction,
     Key,
     Phase,
     ReplayAhead,
-    Run,
     SpeculateBackward,
 )
-from backhaul_server.worker.engine.segment_runs import PART_BYTES, BackwardInputs, LiveReplay, RunResult, SegmentInputs
 from backhaul_server.worker.engine.speculation import LIMIT_S, Keep, ReplayAgain, Speculator, short_predecessors
-from backhaul_server.worker.engine.speculative_runs import SpeculativeBackwards, SpeculativeReplay
+from backhaul_server.worker.engine.speculative_executions import SpeculativeBackwards, SpeculativeReplay
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import StoredValue
 from backhaul_server.worker.limits import ALL_REQUESTS, REQUESTS
@@ -67,7 +73,7 @@ class SegmentEngine:
     Args:
         store: The worker's memory accounts, and the tensors and programs that segments name.
         schedule: Decides which segments are replayed before they are requested.
-        run_limit_s: Seconds that a run may take.
+        execution_limit_s: Seconds that an execution may take.
         overdue: The callback of `Executor` for a job that cannot be stopped.
     """
 
@@ -75,13 +81,13 @@ class SegmentEngine:
         self,
         store: Store[StoredValue],
         schedule: Schedule,
-        run_limit_s: float,
+        execution_limit_s: float,
         overdue: Callable[[Job], None],
     ) -> None:
-        self._executor = Executor(self._next_job, overdue, run_limit_s)
+        self._executor = Executor(self._next_job, overdue, execution_limit_s)
         self._speculator = Speculator(schedule)
         self._recomputed = 0
-        self._run_limit_s = run_limit_s
+        self._execution_limit_s = execution_limit_s
         self._requests = 0
         self._store = store
         self._schedule = schedule
@@ -100,7 +106,7 @@ class SegmentEngine:
 
         Args:
             segment: A segment that is attached to the store.
-            need_bytes: Upper bound of the bytes that its run takes, from its program.
+            need_bytes: Upper bound of the bytes that its execution takes, from its program.
             source_bytes: Bytes of the tensors that no other segment names.
             is_expected: Whether the trainer will request it, so that a replay is of use.
         """
@@ -143,7 +149,7 @@ class SegmentEngine:
             self._expect(segment)
 
     def release(self, segment: Segment) -> None:
-        """Frees a segment. A run that is in progress ends at its next op."""
+        """Frees a segment. An execution that is in progress ends at its next op."""
         # A trainer that releases a segment whose result was pushed has used that result instead of a request.
         if segment.speculation is not None and segment.speculation.was_pushed:
             self._speculator.hits += 1
@@ -195,7 +201,7 @@ class SegmentEngine:
             segment: A segment that is confirmed.
             key: Names the request within the segment.
             prepare: Returns the work; called only for a new request.
-            expected_s: Seconds that the trainer expects the run to take.
+            expected_s: Seconds that the trainer expects the execution to take.
             backward_inputs: The inputs of a backward; None for a recompute.
             keep: The gradients that a backward may keep on the worker; None to send them all.
             unsent: The field of `SegmentRequest`.
@@ -205,15 +211,15 @@ class SegmentEngine:
         """
         request = segment.requests.get(key)
         if request is None:
-            segment.session.account.check_runs()
+            segment.session.account.check_requests()
             REQUESTS.check(segment.session.requests + 1)
             ALL_REQUESTS.check(self._requests + 1)
-            expected_s = expected_s if 0 <= expected_s <= self._run_limit_s else self._run_limit_s
+            expected_s = expected_s if 0 <= expected_s <= self._execution_limit_s else self._execution_limit_s
             answer = asyncio.get_running_loop().create_future()
             request = SegmentRequest(prepare(), backward_inputs, keep, unsent, expected_s, time(), answer)
             segment.requests[key] = request
             segment.session.requests += 1
-            segment.session.account.runs += 1
+            segment.session.account.requests += 1
             self._requests += 1
             if segment.inputs is not None:
                 self._schedule.requested(segment.key)
@@ -235,7 +241,7 @@ class SegmentEngine:
 
     def take_pushed(
         self, segment: Segment, most_bytes: int, most_parts: int
-    ) -> tuple[BackwardInputs, RunResult] | None:
+    ) -> tuple[BackwardInputs, ExecutionResult] | None:
         """Returns the speculative backward of a segment to push to its trainer, and notes that it was pushed.
 
         Returns:
@@ -257,7 +263,7 @@ class SegmentEngine:
                     self._replay(segment)
                 case SpeculateBackward():
                     self._run_backwards(segment)
-                case Run(key):
+                case Execute(key):
                     self._run(segment, key)
                 case Answer():
                     pass  # `_done` has resolved the future already
@@ -285,7 +291,7 @@ class SegmentEngine:
         if segment.session.segments.pop(segment.id, None) is not None:
             segment.session.named_sources -= len(segment.addresses) - 1
 
-    def _cache_gradients(self, session: SessionState, result: RunResult) -> None:
+    def _cache_gradients(self, session: SessionState, result: ExecutionResult) -> None:
         """Caches the gradients that the trainer may name from now on, because the result told it their addresses."""
         if session.is_closed:
             return
@@ -305,11 +311,11 @@ class SegmentEngine:
             self._done(segment, key, request, speculative)
             self._carry_out(segment, segment.machine.ran(key, succeeded=True))
             return
-        outcome: list[RunResult | BackhaulError] = []
+        outcome: list[ExecutionResult | BackhaulError] = []
         charged: list[int] = []
 
         def begin() -> bool:
-            charged_bytes = self._start_run(segment, segment.run_bytes)
+            charged_bytes = self._start_execution(segment, segment.execution_bytes)
             if charged_bytes is not None:
                 charged.append(charged_bytes)
             return charged_bytes is not None
@@ -326,22 +332,22 @@ class SegmentEngine:
 
         def end() -> None:
             segment.job = None  # the job refers to the segment: the cycle would keep both alive
-            self._store.end_run(charged.pop())
+            self._store.end_execution(charged.pop())
             result = outcome.pop()
-            if isinstance(result, RunResult):
+            if isinstance(result, ExecutionResult):
                 self._done(segment, key, request, result)
             else:
                 self._fail(segment, key, result)
-            self._carry_out(segment, segment.machine.ran(key, succeeded=isinstance(result, RunResult)))
-            if isinstance(result, RunResult) and request.backward_inputs is not None:
+            self._carry_out(segment, segment.machine.ran(key, succeeded=isinstance(result, ExecutionResult)))
+            if isinstance(result, ExecutionResult) and request.backward_inputs is not None:
                 self._speculator.predict_backwards(segment, result, request.backward_inputs)
 
         segment.job = job_of(segment.session, begin, work, end, request.expected_s, segment.name)
         self._executor.submit(segment.job)
 
-    def _start_run(self, segment: Segment, most_bytes: int) -> int | None:
-        """Charges a run that begins now. Returns the charged bytes, or None if an answer has to be sent first."""
-        return self._store.start_run(segment.key, most_bytes, lambda: self._schedule.started(segment.key))
+    def _start_execution(self, segment: Segment, most_bytes: int) -> int | None:
+        """Charges an execution that begins. Returns the charged bytes, or None if an answer has to be sent first."""
+        return self._store.start_execution(segment.key, most_bytes, lambda: self._schedule.started(segment.key))
 
     # Speculative work
 
@@ -358,8 +364,8 @@ class SegmentEngine:
         return step.segment.job
 
     def _start_speculative(self, segment: Segment, most_bytes: int) -> int:
-        """Charges a speculative run. The caller has found room for it in the same turn of the event loop."""
-        charged = self._start_run(segment, most_bytes)
+        """Charges a speculative execution. The caller has found room for it in the same turn of the event loop."""
+        charged = self._start_execution(segment, most_bytes)
         # Else the replay would stay evictable while it runs, and `dropped` is illegal then.
         assert charged is not None, "the schedule promised room that the store does not have"
         return charged
@@ -367,49 +373,49 @@ class SegmentEngine:
     def _replay(self, segment: Segment) -> None:
         charged = self._start_speculative(segment, segment.footprint.replay_bytes)
         is_measured = not self._speculator.is_measured(segment)
-        run = SpeculativeReplay(segment, charged, self._must_yield(), is_measured=is_measured)
+        execution = SpeculativeReplay(segment, charged, self._must_yield(), is_measured=is_measured)
 
         def end() -> None:
             segment.job = None  # the job refers to the segment: the cycle would keep both alive
-            self._store.end_run(charged)
-            for instruction in self._speculator.replayed(segment, run.take()):
+            self._store.end_execution(charged)
+            for instruction in self._speculator.replayed(segment, execution.take()):
                 match instruction:
                     case Keep():
                         self._keep(instruction)
                     case ReplayAgain():
                         self._expect(segment)
 
-        segment.job = job_of(segment.session, lambda: True, run.work, end, name=segment.name)
+        segment.job = job_of(segment.session, lambda: True, execution.work, end, name=segment.name)
 
     def _run_backwards(self, segment: Segment) -> None:
         """Makes the job of a segment that has a replay, and of those predecessors whose backwards are short."""
-        chain, charged = [segment], [self._start_speculative(segment, segment.footprint.run_bytes)]
+        chain, charged = [segment], [self._start_speculative(segment, segment.footprint.execution_bytes)]
         for predecessor in short_predecessors(segment):
-            if not self._store.has_room(predecessor.footprint.run_bytes):
+            if not self._store.has_room(predecessor.footprint.execution_bytes):
                 break
             predecessor.machine.speculate()
             chain.append(predecessor)
-            charged.append(self._start_speculative(predecessor, predecessor.footprint.run_bytes))
-        run = SpeculativeBackwards(chain, charged, self._must_yield())
+            charged.append(self._start_speculative(predecessor, predecessor.footprint.execution_bytes))
+        execution = SpeculativeBackwards(chain, charged, self._must_yield())
 
         def end() -> None:
             for member, charged_bytes in zip(chain, charged, strict=True):
                 member.job = None  # the job refers to the segment: the cycle would keep both alive
-                self._store.end_run(charged_bytes)
-            for instruction in self._speculator.ran_backwards(chain, run.made):
+                self._store.end_execution(charged_bytes)
+            for instruction in self._speculator.ran_backwards(chain, execution.made):
                 self._keep(instruction)
             # Not before all are kept, which would overwrite the prediction for the next member of the chain.
-            for member, speculation in zip(chain, run.made, strict=False):
+            for member, speculation in zip(chain, execution.made, strict=False):
                 if member.inputs is not None and speculation.result is not None:
                     self._speculator.predict_backwards(member, speculation.result, speculation.inputs)
                     member.session.push(member)
 
-        job = job_of(segment.session, lambda: True, run.work, end, name=segment.name)
+        job = job_of(segment.session, lambda: True, execution.work, end, name=segment.name)
         for member in chain:
             member.job = job
 
     def _must_yield(self) -> Callable[[], bool]:
-        """Returns a function that says whether a run that begins now must end because a request waits."""
+        """Returns a function that says whether an execution that begins now must end because a request waits."""
         executor, until_s = self._executor, monotonic() + LIMIT_S
         return lambda: executor.has_waiting and monotonic() > until_s
 
@@ -434,7 +440,7 @@ class SegmentEngine:
 
     # Answers
 
-    def _done(self, segment: Segment, key: Key, request: SegmentRequest, result: RunResult) -> None:
+    def _done(self, segment: Segment, key: Key, request: SegmentRequest, result: ExecutionResult) -> None:
         """Answers a request, and stores the result for repeated requests."""
         self._recomputed += 1
         self._count_answer(segment)
@@ -465,7 +471,7 @@ class SegmentEngine:
 
     def _count_answer(self, segment: Segment) -> None:
         segment.session.requests -= 1
-        segment.session.account.runs -= 1
+        segment.session.account.requests -= 1
         self._requests -= 1
 
 
@@ -475,11 +481,11 @@ def _released(segment: Segment) -> SegmentUnknownError:
 
 def _outcome(
     segment: Segment, perform: Operation, inputs: SegmentInputs, ready: LiveReplay | None
-) -> RunResult | BackhaulError:
+) -> ExecutionResult | BackhaulError:
     try:
         return perform(inputs, ready)
     except BackhaulError as error:
-        return copy(error)  # without its traceback, which refers to the tensors of the run
+        return copy(error)  # without its traceback, which refers to the tensors of the execution
     except Exception as error:  # a bug of the worker: the trainer recomputes, and the log has the traceback
-        logger.exception("A run failed with an unexpected error.", extra=segment.about)
+        logger.exception("An execution failed with an unexpected error.", extra=segment.about)
         return WorkerError(f"the worker failed: {type(error).__name__}: {error}")

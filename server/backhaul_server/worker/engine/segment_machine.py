@@ -9,7 +9,8 @@ NOTE [Segment phases]
                                    └── a request waits until the replay has ended
 
 2. `released` is legal in every phase. The executor cannot stop an op, so a segment that is released during a replay or
-   a run waits in RELEASED_IN_REPLAY or RELEASED_IN_RUN until the executor reports the outcome, which is then dropped.
+   an execution waits in RELEASED_IN_REPLAY or RELEASED_IN_EXECUTION until the executor reports the outcome, which is
+   then dropped.
 3. An event that the table does not list for the present phase is a bug of the engine. It raises
    `InvalidTransitionError`, which carries the segment's last events, and changes nothing.
 4. A request is named by its operation and its backward number, which together are its idempotency key. A repeated
@@ -33,9 +34,9 @@ class Phase(IntEnum):  # its hash is computed in C, unlike that of an Enum
     SAVED = auto()  # nothing: only the inputs are stored
     REPLAYING = auto()  # a replay or a speculative backward is in progress
     READY = auto()  # nothing: a replay, or the result of a speculative backward, waits for a request
-    RUNNING = auto()  # the run of a request is in progress or queued
+    RUNNING = auto()  # the execution of a request is in progress or queued
     RELEASED_IN_REPLAY = auto()
-    RELEASED_IN_RUN = auto()
+    RELEASED_IN_EXECUTION = auto()
     RELEASED = auto()
 
 
@@ -46,9 +47,9 @@ TRANSITIONS: Mapping[str, Mapping[Phase, Phase]] = {
     "replay_failed": {Phase.REPLAYING: Phase.SAVED, Phase.RELEASED_IN_REPLAY: Phase.RELEASED},
     "requested": {phase: phase for phase in Phase},
     "run": {Phase.SAVED: Phase.RUNNING, Phase.READY: Phase.RUNNING},
-    "ran": {Phase.RUNNING: Phase.SAVED, Phase.RELEASED_IN_RUN: Phase.RELEASED},
-    "run_failed": {Phase.RUNNING: Phase.SAVED, Phase.RELEASED_IN_RUN: Phase.RELEASED},
-    # A run that waits in the queue has not used its replay yet, so the store may still evict that.
+    "ran": {Phase.RUNNING: Phase.SAVED, Phase.RELEASED_IN_EXECUTION: Phase.RELEASED},
+    "run_failed": {Phase.RUNNING: Phase.SAVED, Phase.RELEASED_IN_EXECUTION: Phase.RELEASED},
+    # An execution that waits in the queue has not used its replay yet, so the store may still evict that.
     "dropped": {Phase.READY: Phase.SAVED, Phase.RUNNING: Phase.RUNNING},
     "forgot": {phase: phase for phase in (Phase.SAVED, Phase.REPLAYING, Phase.READY, Phase.RUNNING)},
     "released": {phase: phase for phase in Phase}
@@ -56,12 +57,12 @@ TRANSITIONS: Mapping[str, Mapping[Phase, Phase]] = {
         Phase.SAVED: Phase.RELEASED,
         Phase.READY: Phase.RELEASED,
         Phase.REPLAYING: Phase.RELEASED_IN_REPLAY,
-        Phase.RUNNING: Phase.RELEASED_IN_RUN,
+        Phase.RUNNING: Phase.RELEASED_IN_EXECUTION,
     },
 }
 """For each event, the phases in which it is legal, each with the phase that follows.
 
-The machine itself adds "run" after a request or the end of a replay or run.
+The machine itself adds "run" after a request or the end of a replay or execution.
 """
 
 
@@ -105,7 +106,7 @@ class SpeculateBackward:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Execute:
     """Instruction: run the operation of this request, on the replay that is ready if there is one."""
 
     key: Key
@@ -142,7 +143,7 @@ class Free:
     """Instruction: free the program and tensors that the segment was saved with."""
 
 
-Instruction = ReplayAhead | SpeculateBackward | Run | Answer | AnswerError | DropReplay | ForgetResult | Free
+Instruction = ReplayAhead | SpeculateBackward | Execute | Answer | AnswerError | DropReplay | ForgetResult | Free
 
 
 @dataclass(slots=True)
@@ -154,7 +155,7 @@ class SegmentMachine:
     Attributes:
         phase: The work that the executor does for the segment.
         running: The request that the executor runs or has queued, None if there is none.
-        waiting: Requests that run once the present replay or run has ended, in the order of arrival.
+        waiting: Requests that run once the present replay or execution has ended, in the order of arrival.
         results: Requests whose results are stored.
     """
 
@@ -172,7 +173,7 @@ class SegmentMachine:
     @property
     def is_released(self) -> bool:
         """Whether the segment was released, even if the executor still works on it."""
-        return self.phase in {Phase.RELEASED, Phase.RELEASED_IN_REPLAY, Phase.RELEASED_IN_RUN}
+        return self.phase in {Phase.RELEASED, Phase.RELEASED_IN_REPLAY, Phase.RELEASED_IN_EXECUTION}
 
     @property
     def was_asked(self) -> bool:
@@ -215,7 +216,7 @@ class SegmentMachine:
         return self._run_next()
 
     def ran(self, key: Key, *, succeeded: bool) -> list[Instruction]:
-        """The run of this request ended. Illegal for any request but the running one."""
+        """The execution of this request ended. Illegal for any request but the running one."""
         self._enter("ran" if succeeded else "run_failed", key, is_legal=key == self.running)
         self.running = None
         if self.is_released:
@@ -251,7 +252,7 @@ class SegmentMachine:
     def _run(self, key: Key) -> list[Instruction]:
         self._enter("run", key)
         self.running = key
-        return [Run(key)]
+        return [Execute(key)]
 
     def _run_next(self) -> list[Instruction]:
         return self._run(self.waiting.pop(0)) if self.waiting else []

@@ -10,11 +10,11 @@ from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
-from backhaul_server.worker.engine.bounds import Bounds, RunMemory
+from backhaul_server.worker.engine.bounds import Bounds, ExecutionMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
+from backhaul_server.worker.engine.executions import Derivation, SegmentInputs
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
-from backhaul_server.worker.engine.segment_runs import Derivation, SegmentInputs
 from backhaul_server.worker.engine.store import ENTRY_BYTES, Store
 from backhaul_server.worker.engine.stored_values import ReadProgram, StoredValue
 from backhaul_server.worker.limits import ALL_SEGMENTS, NAMED, SEGMENTS
@@ -34,8 +34,8 @@ class SegmentSaver:
         store: The worker's memory accounts, and the programs and tensors that segments name.
         engine: Gets the saved segments.
         device: The device on which programs run.
-        run_limit_s: Seconds that a run may take.
-        run_memory: The memory of runs on the device; None to leave it to the store's accounts.
+        execution_limit_s: Seconds that an execution may take.
+        execution_memory: The memory of executions on the device; None to leave it to the store's accounts.
         check_draining: Raises DrainingError if the worker accepts nothing new.
     """
 
@@ -44,15 +44,15 @@ class SegmentSaver:
         store: Store[StoredValue],
         engine: SegmentEngine,
         device: torch.device,
-        run_limit_s: float,
-        run_memory: RunMemory | DeviceMemory | None,
+        execution_limit_s: float,
+        execution_memory: ExecutionMemory | DeviceMemory | None,
         check_draining: Callable[[], None],
     ) -> None:
         self._store = store
         self._engine = engine
         self._device = device
-        self._run_limit_s = run_limit_s
-        self._run_memory = run_memory
+        self._execution_limit_s = execution_limit_s
+        self._execution_memory = execution_memory
         self._check_draining = check_draining
         self._known = KnownDigests()
 
@@ -138,7 +138,7 @@ class SegmentSaver:
             return False, []
         remaining = iter(stored)
         layouts = [derived[i] if i in origins else layout_of(next(remaining)) for i in range(len(addresses))]
-        need = program.run_bytes([layout.gradient_bytes for layout in layouts])
+        need = program.execution_bytes([layout.gradient_bytes for layout in layouts])
         segment = Segment(session, segment_id, None, name, predecessors, all_addresses, not is_predicted)
         transient_addresses = [addresses[position] for position in transient if position not in origins]
         own_bytes += sum(ENTRY_BYTES + layouts[source].span_bytes for source in origins)
@@ -184,7 +184,7 @@ class SegmentSaver:
         self, segment: Segment, names: Sequence[bytes], transient: Sequence[bytes], need_bytes: int, own_bytes: int
     ) -> int:
         """Attaches a new segment to the store. See `Store.attach` for the arguments and the result."""
-        session, segment.bounds = segment.session, Bounds(self._run_limit_s, self._run_memory)
+        session, segment.bounds = segment.session, Bounds(self._execution_limit_s, self._execution_memory)
         pass_bytes = _PASS_BYTES if len(session.segments) == session.most_segments else 0
         # The bytes of the pass are charged with the segment first, so that one check covers both.
         added = self._store.attach(segment.key, session, names, transient, need_bytes, own_bytes + pass_bytes)

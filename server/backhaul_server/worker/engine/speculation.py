@@ -7,7 +7,7 @@ NOTE [Speculation]
    probably be asked for a backward from exactly those gradients. `predict_backwards` notes them, and such a backward
    runs as soon as the predecessor has a replay.
 3. Speculative work never reports an error: the trainer's request runs again, and raises its own.
-4. A speculative run that takes longer than `LIMIT_S` ends at the next op if a request waits.
+4. A speculative execution that takes longer than `LIMIT_S` ends at the next op if a request waits.
 
 The speculator never waits, computes or charges memory. `SegmentEngine` reports what has happened, and carries out the
 instructions that are returned.
@@ -24,15 +24,15 @@ from backhaul_runtime.replay.schedule import Footprint, Schedule
 from backhaul_runtime.replay.schedule import Key as ScheduleKey
 from backhaul_runtime.tensors.durations import known_s
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
+from backhaul_server.worker.engine.executions import BackwardInputs, ExecutionResult, LiveReplay
 from backhaul_server.worker.engine.segment import Segment, SpeculativeBackward
 from backhaul_server.worker.engine.segment_machine import Phase
-from backhaul_server.worker.engine.segment_runs import BackwardInputs, LiveReplay, RunResult
 
 MOST_FOOTPRINTS = 4096
 """The number of kinds of segments whose measured footprints are remembered."""
 
 LIMIT_S = 10.0
-"""A speculative run is cancelled after this many seconds if a request waits."""
+"""A speculative execution is cancelled after this many seconds if a request waits."""
 
 SHORT_S = 0.001
 """Speculative backwards run as one job if the replays of all but the first took at most this many seconds together.
@@ -102,7 +102,7 @@ class Speculator:
 
         Args:
             segment: The segment, with its inputs.
-            need_bytes: Upper bound of the bytes that its run takes, from its program.
+            need_bytes: Upper bound of the bytes that its execution takes, from its program.
             source_bytes: Bytes of the tensors that no other segment names.
         """
         assert segment.inputs is not None
@@ -167,7 +167,7 @@ class Speculator:
         """Reports the end of the backwards of a segment and of predecessors. `made` has those that did not fail."""
         return [_left_by_backward(segment, speculation) for segment, speculation in zip_longest(chain, made)]
 
-    def take(self, segment: Segment, inputs: BackwardInputs | None) -> RunResult | None:
+    def take(self, segment: Segment, inputs: BackwardInputs | None) -> ExecutionResult | None:
         """Takes the speculative backward of a segment that is requested, and counts a hit or a miss.
 
         Args:
@@ -191,7 +191,7 @@ class Speculator:
         self.misses += 1
         segment.session.note_misprediction(segment.addresses[0])
 
-    def predict_backwards(self, segment: Segment, result: RunResult, inputs: BackwardInputs) -> None:
+    def predict_backwards(self, segment: Segment, result: ExecutionResult, inputs: BackwardInputs) -> None:
         """Notes which backwards of the segment's predecessors will probably be requested next (Rule 2)."""
         for predecessor, speculation in predictions(segment, result, inputs):
             predecessor.speculation = speculation
@@ -236,7 +236,7 @@ def short_predecessors(segment: Segment) -> Iterator[Segment]:
 
 
 def predictions(
-    segment: Segment, result: RunResult, inputs: BackwardInputs
+    segment: Segment, result: ExecutionResult, inputs: BackwardInputs
 ) -> Iterator[tuple[Segment, SpeculativeBackward]]:
     """Yields the predecessors with the backward each will probably be asked for: from the returned gradients."""
     by_predecessor: dict[int, dict[int, OutgoingTensor]] = {}

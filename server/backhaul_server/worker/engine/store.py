@@ -5,14 +5,14 @@ The store knows bytes and addresses. Tensors and programs are opaque to it. Even
 NOTE [Room]
 1. All tiers share the budget: tensors and programs that live segments name, those cached for later, work (what runs,
    and replays that are ready), finished results, answers that are being sent, gradient sums, the sessions and segments
-   themselves, and the reserve for what the device takes beside all of these (NOTE [Reserve]). A run is charged with the
-   most it can take, a replay that is ready with what it holds.
-2. A segment or a tensor is accepted only if the largest run among the segments still fits beside everything that cannot
-   be evicted. One run happens at a time. So a request for an accepted segment always has room, if need be after the
-   answer that is being sent has gone. A reserve that has grown since does not delay it.
+   themselves, and the reserve for what the device takes beside all of these (NOTE [Reserve]). An execution is charged
+   with the most it can take, a replay that is ready with what it holds.
+2. A segment or a tensor is accepted only if the largest execution among the segments still fits beside everything that
+   cannot be evicted. One execution happens at a time. So a request for an accepted segment always has room, if need be
+   after the answer that is being sent has gone. A reserve that has grown since does not delay it.
 3. Room is made by evicting, in this order: cached tensors (oldest first), replays that are ready (in the order of
    `Schedule`), tensors that arrived for a segment that is not saved yet, and results that no answer reads. Tensors of
-   live segments, gradient sums and the run in progress are never evicted.
+   live segments, gradient sums and the execution in progress are never evicted.
 4. Incoming tensors are charged when they are declared, before their memory is allocated.
 5. Memory shared with trainers is taken permanently, and only where there is permanent room. A tensor in it is charged
    like any other, and so is its free part. Evicting such a tensor therefore makes no room.
@@ -79,7 +79,7 @@ class Usage:
     Attributes:
         segments: Bytes of the tensors and programs that live segments name, and of the segments themselves.
         cached: Bytes of tensors kept for later, with arriving tensors and the free part of shared memory.
-        working: Bytes of the run in progress and of replays that are ready.
+        working: Bytes of the execution in progress and of replays that are ready.
         results: Bytes of finished results, of answers that are being sent, and of gradient sums.
         sessions: Bytes of the sessions themselves.
         reserve: Bytes that the device takes beside all that is charged.
@@ -211,7 +211,7 @@ class Store(Generic[T]):
         """Charges a declared tensor or program (Rule 4). Call `arrived` or `abandon` next. Raises BudgetError."""
         owner.account.check_inflight(size_bytes)
         owner.account.check_memory(size_bytes)
-        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
+        if not self._keeps_execution_possible(size_bytes) or not self._make_room(size_bytes):
             retry_after_s = RETRY_AFTER_S if size_bytes <= self.budget_bytes else 0.0
             self._refuse(f"a tensor or program of {size_bytes} bytes", size_bytes, retry_after_s)
         self._count(owner.account, "arriving", size_bytes)
@@ -359,7 +359,7 @@ class Store(Generic[T]):
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether this many bytes are free without evictions, and can be taken permanently (Rule 2)."""
-        return size_bytes <= self._free_bytes() and self._keeps_run_possible(size_bytes)
+        return size_bytes <= self._free_bytes() and self._keeps_execution_possible(size_bytes)
 
     def replace(self, name: Name, value: T, copy: T) -> None:
         """Replaces a cached tensor in shared memory by its copy, if that tensor is still stored."""
@@ -380,14 +380,14 @@ class Store(Generic[T]):
         need_bytes: int,
         own_bytes: int = 0,
     ) -> int:
-        """Lets a segment name tensors and programs that its owner possesses, and reserves room for its run (Rule 2).
+        """Lets a segment name tensors and programs that its owner possesses, and reserves room to execute it (Rule 2).
 
         Args:
             segment: The key of the segment.
             owner: The session of the segment.
             addresses: Program and tensors that the segment names.
             transient: Those of the addresses that are freed with the owner's last segment instead of being cached.
-            need_bytes: Upper bound of the bytes that a run takes.
+            need_bytes: Upper bound of the bytes that an execution takes.
             own_bytes: Bytes of the segment itself.
 
         Returns:
@@ -401,12 +401,12 @@ class Store(Generic[T]):
         entries = [self._entries[account, address] for address in names]
         held = own_bytes + sum(entry.size_bytes for entry in entries)
         if held + need_bytes > self.budget_bytes:
-            self._refuse(f"a segment of {held} bytes with a run of {need_bytes} more", held + need_bytes, 0.0)
+            self._refuse(f"a segment of {held} bytes with an execution of {need_bytes} more", held + need_bytes, 0.0)
         fresh = [(address, entry) for address, entry in zip(names, entries, strict=True) if not entry.references]
         added = sum(entry.size_bytes for _, entry in fresh)
         fixed = sum(entry.size_bytes for _, entry in fresh if entry.is_shared)
         account.check_memory(added + own_bytes)
-        if not self._keeps_run_possible(added - fixed + own_bytes, need_bytes):
+        if not self._keeps_execution_possible(added - fixed + own_bytes, need_bytes):
             self._refuse(f"a segment of {added + own_bytes} bytes more", held + need_bytes, RETRY_AFTER_S)
         for address, entry in fresh:
             self._take_from_cache((account, address), entry)
@@ -450,7 +450,7 @@ class Store(Generic[T]):
         added, account = own_bytes - attached.own_bytes, attached.owner.account
         if added > 0:
             account.check_memory(added)
-        if added > 0 and (not self._keeps_run_possible(added) or not self._make_room(added)):
+        if added > 0 and (not self._keeps_execution_possible(added) or not self._make_room(added)):
             self._refuse(f"a segment that takes {own_bytes} bytes itself", added, RETRY_AFTER_S)
         self._count(account, "segments", added)
         attached.own_bytes = own_bytes
@@ -458,7 +458,7 @@ class Store(Generic[T]):
     def charge(self, owner: Owner, what: str, size_bytes: int) -> None:
         """Charges bytes of a session itself, until `refund`. Raises BudgetError, which names `what`."""
         owner.account.check_memory(size_bytes)
-        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
+        if not self._keeps_execution_possible(size_bytes) or not self._make_room(size_bytes):
             self._refuse(what, size_bytes, RETRY_AFTER_S)
         self._count(owner.account, "sessions", size_bytes)
 
@@ -468,19 +468,19 @@ class Store(Generic[T]):
 
     # Work
 
-    def start_run(
+    def start_execution(
         self, segment: Hashable, most_bytes: int | None = None, begins: Callable[[], None] = lambda: None
     ) -> int | None:
-        """Charges a run of a segment, and makes room for it (Rule 3). The run takes over the replay that is ready.
+        """Charges an execution of a segment, and makes room for it (Rule 3). It takes over the replay that is ready.
 
         Args:
-            segment: The segment's key. Nothing is charged for a segment that was detached while its run waited.
-            most_bytes: Upper bound of the run's bytes, with a replay that it uses; None for that of `attach`.
-            begins: Called when it is certain that the run begins, before room is made for it. From then on
+            segment: The segment's key. Nothing is charged for a segment that was detached while its execution waited.
+            most_bytes: Upper bound of the execution's bytes, with a replay that it uses; None for that of `attach`.
+            begins: Called when it is certain that the execution begins, before room is made for it. From then on
                 `last_needed` must not return the segment.
 
         Returns:
-            Bytes to pass to `end_run`; None if the run has to wait for an answer that is being sent (Rule 2).
+            Bytes to pass to `end_execution`; None if the execution has to wait until an answer was sent (Rule 2).
         """
         attached = self._segments.get(segment)
         if attached is None:
@@ -496,16 +496,16 @@ class Store(Generic[T]):
         self._bytes["running"] += need
         return need
 
-    def end_run(self, need_bytes: int) -> None:
-        """Refunds what `start_run` charged."""
+    def end_execution(self, need_bytes: int) -> None:
+        """Refunds what `start_execution` charged."""
         self._bytes["running"] -= need_bytes
 
     def keep_ready(self, segment: Hashable, size_bytes: int, drop: Callable[[], None]) -> None:
-        """Charges what a speculative replay or backward has left, until `free_ready`, `drop_ready` or `start_run`.
+        """Charges what a speculative replay or backward has left, until it is used, freed or dropped.
 
         Args:
             segment: The key of the segment.
-            size_bytes: Bytes that are held, at most what the run was charged with.
+            size_bytes: Bytes that are held, at most what the execution was charged with.
             drop: Called when the store evicts it.
         """
         self._make_room(size_bytes)
@@ -525,7 +525,7 @@ class Store(Generic[T]):
         drop()
 
     def room_for_replays(self) -> int:
-        """Returns the bytes that replays may take together: the budget without tensors, results and the run."""
+        """Returns the bytes that replays may take together: the budget without tensors, results and the execution."""
         return self._free_bytes() + self._bytes["ready"] + self._bytes["cached"]
 
     # Results
@@ -576,7 +576,7 @@ class Store(Generic[T]):
         """
         if owner.account.inflight_bytes:
             owner.account.check_inflight(size_bytes)
-        has_room = self._keeps_run_possible(size_bytes) and self._make_room(size_bytes)
+        has_room = self._keeps_execution_possible(size_bytes) and self._make_room(size_bytes)
         if not has_room and self._bytes["sending"]:
             self._refuse(f"an answer of {size_bytes} bytes beside those that are being sent", size_bytes, RETRY_AFTER_S)
         self._count(owner.account, "sending", size_bytes)
@@ -589,7 +589,7 @@ class Store(Generic[T]):
         """Charges gradients that are kept until `drop_sums`. Without room returns False and charges nothing."""
         if not owner.account.may_keep(size_bytes):
             return False
-        if not self._keeps_run_possible(size_bytes) or not self._make_room(size_bytes):
+        if not self._keeps_execution_possible(size_bytes) or not self._make_room(size_bytes):
             return False
         self._count(owner.account, "sums", size_bytes)
         return True
@@ -606,13 +606,13 @@ class Store(Generic[T]):
         account.held_bytes += added_bytes if tier in _HELD else 0
         account.inflight_bytes += added_bytes if tier in _INFLIGHT else 0
 
-    def _keeps_run_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
-        """Whether Rule 2 holds with this many more bytes, and with a run that needs `need_bytes`."""
-        run = max(self._needs[-1] if self._needs else 0, need_bytes, self._bytes["running"])
-        return self._fixed_bytes() + self._bytes["reserve"] + added_bytes + run <= self.budget_bytes
+    def _keeps_execution_possible(self, added_bytes: int, need_bytes: int = 0) -> bool:
+        """Whether Rule 2 holds with this many more bytes, and with an execution that needs `need_bytes`."""
+        execution_bytes = max(self._needs[-1] if self._needs else 0, need_bytes, self._bytes["running"])
+        return self._fixed_bytes() + self._bytes["reserve"] + added_bytes + execution_bytes <= self.budget_bytes
 
     def _fixed_bytes(self) -> int:
-        """Returns the charged bytes that cannot be evicted, without those of the run in progress."""
+        """Returns the charged bytes that cannot be evicted, without those of the execution in progress."""
         count = self._bytes
         shared = count["shared"] + self.free_shared_bytes()  # evicting a shared tensor only makes free shared bytes
         kept = count["segments"] + count["sessions"] + count["arriving"] + count["sending"] + count["sums"]

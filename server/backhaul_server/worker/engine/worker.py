@@ -28,9 +28,9 @@ from backhaul_runtime.program.custom.names import OfferedNames
 from backhaul_runtime.replay.schedule import Schedule
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_server.worker.accounts import Account
-from backhaul_server.worker.config import RUN_LIMIT_S
+from backhaul_server.worker.config import EXECUTION_LIMIT_S
 from backhaul_server.worker.engine.answers import Answers
-from backhaul_server.worker.engine.bounds import RunMemory
+from backhaul_server.worker.engine.bounds import ExecutionMemory
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.fair_queue import Job
@@ -57,9 +57,9 @@ class Worker:
         device: The device on which programs run.
         budget_bytes: Upper bound of everything that the worker holds, see `Store`.
         lease_s: Seconds without a request after which a session is closed.
-        run_limit_s: Seconds that a run may take.
+        execution_limit_s: Seconds that an execution may take.
         overdue: Called with a job that runs on past its limit. Only the end of the process stops such a job.
-        run_memory: The memory of runs on the device; None to leave it to the store's accounts.
+        execution_memory: The memory of executions on the device; None to leave it to the store's accounts.
 
     Attributes:
         engine: Runs requests for segments, and keeps their results.
@@ -84,20 +84,22 @@ class Worker:
         device: torch.device,
         budget_bytes: int,
         lease_s: float,
-        run_limit_s: float = RUN_LIMIT_S,
+        execution_limit_s: float = EXECUTION_LIMIT_S,
         overdue: Callable[[Job], None] = lambda _: None,
-        run_memory: RunMemory | DeviceMemory | None = None,
+        execution_memory: ExecutionMemory | DeviceMemory | None = None,
     ) -> None:
         self.device = device
         self.lease_s = lease_s
         self.epoch = secrets.token_hex(8)
         schedule = Schedule()
         self.store: Store[StoredValue] = Store(budget_bytes, schedule.last_needed, is_same=is_same_at_once)
-        if isinstance(run_memory, DeviceMemory):
-            self.store.measure_reserve = run_memory.reserve_bytes
-        self.engine = SegmentEngine(self.store, schedule, run_limit_s, overdue)
+        if isinstance(execution_memory, DeviceMemory):
+            self.store.measure_reserve = execution_memory.reserve_bytes
+        self.engine = SegmentEngine(self.store, schedule, execution_limit_s, overdue)
         self.answers = Answers(self.store, self.engine.look_for_work)
-        self.saver = SegmentSaver(self.store, self.engine, device, run_limit_s, run_memory, self._check_draining)
+        self.saver = SegmentSaver(
+            self.store, self.engine, device, execution_limit_s, execution_memory, self._check_draining
+        )
         self.sessions: dict[str, SessionState] = {}
         self.draining = False
         self.memory_path = self.socket_path = ""
@@ -111,7 +113,7 @@ class Worker:
         self._expiry = asyncio.create_task(self._expire())
 
     async def close(self) -> None:
-        """Cancels the run in progress, waits until it has ended, and frees everything."""
+        """Cancels the execution in progress, waits until it has ended, and frees everything."""
         self._expiry.cancel()
         await asyncio.gather(self._expiry, return_exceptions=True)
         for session in self.sessions.values():

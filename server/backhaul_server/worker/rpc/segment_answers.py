@@ -14,8 +14,8 @@ from backhaul_runtime.tensors.staging import Side
 from backhaul_runtime.wire.bundle import encode_view
 from backhaul_runtime.wire.splicing import SPLICED_BYTES, Batch, encode, field_of
 from backhaul_server.worker.engine.device_waits import DeviceWaits
+from backhaul_server.worker.engine.executions import BackwardInputs, ExecutionResult
 from backhaul_server.worker.engine.segment import Segment, SegmentRequest, result_of
-from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 
 _TENSORS = segment_pb2.Answer.TENSORS_FIELD_NUMBER
 
@@ -38,13 +38,13 @@ def backward_answer(head: segment_pb2.Answer, segment: Segment, submitted: Segme
     return _answer(head, result, backward=_backward_result(segment, result, submitted.arrived_at_s))
 
 
-def pushed_answer(segment: Segment, inputs: BackwardInputs, result: RunResult) -> bytes:
+def pushed_answer(segment: Segment, inputs: BackwardInputs, result: ExecutionResult) -> bytes:
     """Encodes a pushed result without its tensors."""
     head = segment_pb2.Answer(key=segment_pb2.OperationKey(segment=segment.id), start=_encode_inputs(inputs))
     return _answer(head, result, backward=_backward_result(segment, result, time()))
 
 
-def _answer(head: segment_pb2.Answer, result: RunResult, **kind: Any) -> bytes:
+def _answer(head: segment_pb2.Answer, result: ExecutionResult, **kind: Any) -> bytes:
     return segment_pb2.Answer(
         number=head.number, key=head.key, start=head.start, tensor_count=len(result.bundle.tensors), **kind
     ).SerializeToString()
@@ -98,7 +98,7 @@ async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
         yield sealed(held)
 
 
-def encode_contributions(result: RunResult) -> list[segment_pb2.Contribution]:
+def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contribution]:
     """Encodes the contributions of a backward, in their order."""
     contributions = [
         segment_pb2.Contribution(source=source, kept=position in result.kept)
@@ -109,7 +109,7 @@ def encode_contributions(result: RunResult) -> list[segment_pb2.Contribution]:
     return contributions
 
 
-def _backward_result(segment: Segment, result: RunResult, requested_at_s: float) -> segment_pb2.BackwardResult:
+def _backward_result(segment: Segment, result: ExecutionResult, requested_at_s: float) -> segment_pb2.BackwardResult:
     return segment_pb2.BackwardResult(
         saved_digests=result.saved_digests,
         contributions=encode_contributions(result),
@@ -133,11 +133,11 @@ def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
     )
 
 
-def _projections(result: RunResult) -> list[segment_pb2.Projection]:
+def _projections(result: ExecutionResult) -> list[segment_pb2.Projection]:
     return [segment_pb2.Projection(numbers=numbers) for numbers in result.saved_projections]
 
 
-def _timing(segment: Segment, requested_at_s: float, result: RunResult) -> segment_pb2.Timing:
+def _timing(segment: Segment, requested_at_s: float, result: ExecutionResult) -> segment_pb2.Timing:
     was_speculative = result.recompute_at_s < requested_at_s
     return segment_pb2.Timing(
         queued_at_s=segment.queued_at_s if was_speculative else requested_at_s,

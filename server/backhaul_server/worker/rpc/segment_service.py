@@ -21,12 +21,12 @@ from backhaul_runtime.wire.shared_memory import shared_bytes
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor, SharedWriter, batches
 from backhaul_server.worker.audit import AuditLog
-from backhaul_server.worker.engine import segment_runs
+from backhaul_server.worker.engine import executions
+from backhaul_server.worker.engine.executions import BackwardInputs, ExecutionResult
 from backhaul_server.worker.engine.gradient_sums import GradientsToKeep
 from backhaul_server.worker.engine.segment import Operation, Segment, SegmentRequest, SessionState, result_of
 from backhaul_server.worker.engine.segment_engine import SegmentEngine
 from backhaul_server.worker.engine.segment_machine import Key
-from backhaul_server.worker.engine.segment_runs import BackwardInputs, RunResult
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.calls import Context, Servicer, answered_error, exchange
 from backhaul_server.worker.rpc.exchange import OpenExchange
@@ -146,7 +146,7 @@ class SegmentServicer(Servicer):
         key, positions = Key("recompute", recompute.key.backward), tuple(recompute.positions)
         if len(set(positions)) < len(positions):
             raise ProgramError(f"a saved tensor of {segment.name} is requested twice in one request")
-        perform = partial(segment_runs.recompute, positions=positions)
+        perform = partial(executions.recompute, positions=positions)
         head = segment_pb2.Answer(number=number, key=recompute.key)
         with self.worker.answers.answering(segment, key):
             submitted = self._engine.request(segment, key, lambda: perform, recompute.expected_s)
@@ -261,7 +261,7 @@ class SegmentServicer(Servicer):
 
         def prepare() -> Operation:
             gradients = self.worker.gradients(session, addresses)
-            return partial(segment_runs.backward, start=inputs, gradients=gradients, chained=segment.chained)
+            return partial(executions.backward, start=inputs, gradients=gradients, chained=segment.chained)
 
         key = Key("backward", request.key.backward)
         with self.worker.answers.answering(segment, key):
@@ -334,7 +334,9 @@ class SegmentServicer(Servicer):
 
         return write_and_count
 
-    async def _wait(self, segment: Segment, answer: "asyncio.Future[RunResult]") -> AsyncIterator[segment_pb2.Progress]:
+    async def _wait(
+        self, segment: Segment, answer: "asyncio.Future[ExecutionResult]"
+    ) -> AsyncIterator[segment_pb2.Progress]:
         """Yields the progress of a request until it is done. Renews the lease of its session meanwhile.
 
         The first message comes at once only if much other work is queued before it: most requests are answered sooner.
@@ -363,7 +365,7 @@ class SegmentServicer(Servicer):
         computing.result()
 
 
-async def _encoded(result: RunResult, answer: Callable[[], bytes]) -> bytes:
+async def _encoded(result: ExecutionResult, answer: Callable[[], bytes]) -> bytes:
     """Returns the encoded answer for a result. A thread encodes a long one, which would block the loop."""
     return await asyncio.to_thread(answer) if result.parts > MANY_PARTS else answer()
 

@@ -57,7 +57,7 @@ def release(client: Hostile) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [close, release])
-def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callable[[Hostile], None]) -> None:
+def test_an_execution_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callable[[Hostile], None]) -> None:
     with Hostile(worker.address) as client:
         call = start(client)
         end(client)
@@ -68,12 +68,12 @@ def test_a_run_is_cancelled_with_its_segment(worker: WorkerProcess, end: Callabl
 
 @pytest.mark.slow
 @on_the_host("a device gets all ops of a run at once, and nothing ends them")
-def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
-    with WorkerProcess("--run-limit", "1", "--memory", "1GiB", supervised=True) as worker:
+def test_an_execution_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
+    with WorkerProcess("--execution-limit", "1", "--memory", "1GiB", supervised=True) as worker:
         with Hostile(worker.address) as client:
             error = error_from(start(client))
             assert isinstance(error, ReplayError)
-            assert "the run was ended after 1 s: make segments smaller" in error.message
+            assert "the execution was ended after 1 s: make segments smaller" in error.message
             process = worker.serving()
             assert process == worker.pid
             with backhaul.connect(worker.address, settings=QUIET) as session:
@@ -84,5 +84,5 @@ def test_a_run_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -
                 wait_until(lambda: worker.serving() not in {0, process}, "another process is started")
                 wait_until(lambda: step(session).remote > 0, "segments are remote again")
         logged = worker.logged()
-    assert "An op of a segment for hostile still runs after 3 s. A run may take 1 s" in logged
+    assert "An op of a segment for hostile still runs after 3 s. An execution may take 1 s" in logged
     assert "The worker ended itself because an op did not end: it is restarted in 0 s" in logged

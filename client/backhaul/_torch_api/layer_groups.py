@@ -1,13 +1,13 @@
 """Joins several wrapped layers that follow each other into one segment, without a change of the model's forward.
 
-NOTE [Layer runs]
-1. In the first forward each layer is a segment of its own. A run of layers is joined from the second forward on, if
+NOTE [Layer groups]
+1. In the first forward each layer is a segment of its own. A group of layers is joined from the second forward on, if
    each layer took the output of the one before as its first argument, and returned one tensor of the same kind.
 2. A joined layer does not compute. It returns a `DeferredOutput`, which the next layer continues. The last layer of the
-   run computes all of them as one segment, with the arguments that each of them got.
+   group computes all of them as one segment, with the arguments that each of them got.
 3. Whatever else uses a deferred output computes it first: the layers so far become a segment, and the layer after them
    begins another one. So the values are the same whatever the model does between layers. Only the order of random draws
-   differs, if it draws between layers of a run.
+   differs, if it draws between layers of a group.
 4. A deferred output that a layer has continued has no value, because it only exists inside of the segment. Its use by
    anything else raises an error.
 5. A layer runs under the settings of torch that were in force when the model called it, such as autocast and the mode
@@ -41,7 +41,7 @@ _METADATA = {
     Tensor.size,
     Tensor.dim,
 }
-"""What a deferred output has in common with the input of its run (Rule 1)."""
+"""What a deferred output has in common with the input of its group (Rule 1)."""
 
 
 def run_layer(checkpoint: Callable[..., Any], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,28 +126,28 @@ class DeferredOutput(Tensor):
     _calls: tuple[_LayerCall, ...]
     _start: Tensor
     _start_version: int
-    _run: "LayerRun"
+    _group: "LayerGroup"
     _value: Tensor | None
     _is_continued: bool
 
     @classmethod
-    def of(cls, run: "LayerRun", start: Tensor, calls: tuple[_LayerCall, ...]) -> "DeferredOutput":
+    def of(cls, group: "LayerGroup", start: Tensor, calls: tuple[_LayerCall, ...]) -> "DeferredOutput":
         """Returns the output of some calls, the first of which takes `start`."""
         output = start.detach().as_subclass(cls)
-        output._run, output._start, output._calls = run, start, calls
+        output._group, output._start, output._calls = group, start, calls
         output._start_version = version_of(start)
         output._value, output._is_continued = None, False
         return output
 
-    def is_open(self, run: "LayerRun", state: ambient_state.State) -> bool:
-        """Whether a layer of a run, called under these settings, may continue this output (Rules 3 to 5)."""
+    def is_open(self, group: "LayerGroup", state: ambient_state.State) -> bool:
+        """Whether a layer of a group, called under these settings, may continue this output (Rules 3 to 5)."""
         is_unused = self._value is None and not self._is_continued
-        return self._run is run and is_unused and self._calls[-1].state == state
+        return self._group is group and is_unused and self._calls[-1].state == state
 
     def continued(self, call: _LayerCall) -> "DeferredOutput":
         """Returns the output of a layer that takes this one."""
         self._is_continued = True
-        output = DeferredOutput.of(self._run, self._start, (*self._calls, call))
+        output = DeferredOutput.of(self._group, self._start, (*self._calls, call))
         output._start_version = self._start_version
         return output
 
@@ -168,7 +168,7 @@ class DeferredOutput(Tensor):
             for call in self._calls:
                 call.check_unchanged()
             with _under(self._calls[-1].state):
-                self._value = self._run.compute(self._start, self._calls)
+                self._value = self._group.compute(self._start, self._calls)
         return self._value
 
     @classmethod
@@ -197,7 +197,7 @@ def _under(state: ambient_state.State) -> Iterator[None]:
         yield
 
 
-class LayerRun:
+class LayerGroup:
     """Layers that are joined into one segment if they follow each other.
 
     Args:
@@ -216,7 +216,7 @@ class LayerRun:
         """Calls the layer at a position, or defers it.
 
         Args:
-            position: Position of the layer in the run.
+            position: Position of the layer in the group.
             args: Positional arguments of the layer.
             kwargs: Keyword arguments of the layer.
         """

@@ -20,7 +20,7 @@ from backhaul_runtime.torch_internals.graph_uses import is_custom
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunction
 
 
-class CustomRuns:
+class CustomExecution:
     """The functions of one replay, and its nodes that are checked as a whole, see `OpaqueCheck`.
 
     Args:

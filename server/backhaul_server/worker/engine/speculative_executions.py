@@ -1,6 +1,7 @@
 """The executor's part of speculative work, see NOTE [Speculation]: a replay, or a chain of backwards.
 
-The event loop constructs a run and reads what it has made. In between the executor's thread calls `work`.
+The event loop constructs a speculative execution and reads what it has made. In between the executor's thread calls
+`work`.
 """
 
 import logging
@@ -8,9 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from backhaul_runtime.tensors.durations import wait_s
-from backhaul_server.worker.engine import segment_runs
+from backhaul_server.worker.engine import executions
+from backhaul_server.worker.engine.executions import LiveReplay
 from backhaul_server.worker.engine.segment import Segment, SpeculativeBackward
-from backhaul_server.worker.engine.segment_runs import LiveReplay
 from backhaul_server.worker.engine.speculation import predictions
 
 logger = logging.getLogger("backhaul.worker")
@@ -21,8 +22,8 @@ class SpeculativeReplay:
 
     Args:
         segment: The segment to replay. It may be released before the executor begins.
-        charged_bytes: The bytes that the run is charged with.
-        must_yield: Returns whether the run must end because a request waits (Rule 4).
+        charged_bytes: The bytes that the execution is charged with.
+        must_yield: Returns whether the execution must end because a request waits (Rule 4).
         is_measured: Whether the replay measures its footprint.
     """
 
@@ -59,8 +60,8 @@ class SpeculativeBackwards:
 
     Args:
         chain: The segment, and the predecessors that follow it. All have a replay.
-        charged_bytes: The bytes that each of their runs is charged with.
-        must_yield: Returns whether the run must end because a request waits (Rule 4).
+        charged_bytes: The bytes that each of their executions is charged with.
+        must_yield: Returns whether the execution must end because a request waits (Rule 4).
 
     Attributes:
         made: The backwards that have run, in the order of the chain.
@@ -84,7 +85,7 @@ class SpeculativeBackwards:
                     break
                 segment.bounds.begin(charged_bytes, self._must_yield)
                 backward, gradients = speculation.inputs, speculation.gradients
-                result = segment_runs.backward(inputs, ready, backward, gradients, segment.chained)
+                result = executions.backward(inputs, ready, backward, gradients, segment.chained)
                 self.made.append(replace(speculation, result=result))
                 speculation = next((following for _, following in predictions(segment, result, backward)), None)
         except Exception:  # Rule 3

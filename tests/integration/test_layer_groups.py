@@ -86,7 +86,7 @@ def test_gradients_have_the_same_bits(session: Session, between: str, segment_la
     assert (calls < 3 * 5) != stays_alone  # the first forward has a segment for each layer
 
 
-def test_a_run_is_one_call(session: Session) -> None:
+def test_a_group_is_one_call(session: Session) -> None:
     model = Model()
     session.wrap(model, Layer, segment_layers=3)
     trained(model, steps=2)
@@ -138,9 +138,9 @@ def test_copies_and_unwrapped_models_work(session: Session) -> None:
     session.wrap(model, Layer, segment_layers=2)
     copied = deepcopy(model)
     assert all(map(torch.equal, trained(copied), plain))
-    runs = [vars(layer).get("_run") for layer in copied.layers]
+    runs = [vars(layer).get("_group") for layer in copied.layers]
     assert runs[0] is runs[1] is not runs[2]
-    assert runs[0] is not vars(model.layers[0])["_run"]
+    assert runs[0] is not vars(model.layers[0])["_group"]
     assert session.report().segments[0].calls == 5 + 3 + 3
     backhaul.unwrap(copied)
     assert all(type(layer) is Layer for layer in copied.layers)

@@ -1,4 +1,4 @@
-"""Workers compute the runs of a block's micro-batches, see NOTE [Deferred]. One thread for each worker asks it."""
+"""Workers compute the chains of a block's micro-batches, see NOTE [Deferred]. One thread for each worker asks it."""
 
 import itertools
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from backhaul._accumulate.gradients import HeldGradients
-from backhaul._accumulate.graph_parts import RunSegment, Target
+from backhaul._accumulate.graph_parts import ChainSegment, Target
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
     Streams,
@@ -32,8 +32,8 @@ Sums = list[tuple[Tensor, Tensor]]
 """Parameters with the sums of the gradients that a worker has kept."""
 
 
-class RemoteRuns:
-    """The runs that workers compute for a block. Only the block's thread may use it.
+class RemoteChains:
+    """The chains that workers compute for a block. Only the block's thread may use it.
 
     Args:
         gradients: The gradients of the block, which learn what stays on a worker.
@@ -48,14 +48,14 @@ class RemoteRuns:
         self._gradients, self._log, self._unfinished = gradients, log, unfinished
         self._threads: dict[Uploader, SerialThread] = {}
         self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
-        self._last: dict[Uploader, Promise[None]] = {}  # the last part of a run that each thread was given
+        self._last: dict[Uploader, Promise[None]] = {}  # the last part of a chain that each thread was given
         self._collecting: dict[Uploader, Promise[Sums]] = {}
         self._failed: set[Uploader] = set()
         self.busy_s: dict[Uploader, list[float]] = {}
 
     def submit(self, micro_batch: MicroBatch) -> None:
-        """Queues the run. Each worker's thread gets its parts of runs in the order of the micro-batches (Rule 3)."""
-        for uploader, segments in itertools.groupby(micro_batch.parts.run, uploader_of):
+        """Queues the chain. Each worker's thread gets its parts in the order of the micro-batches (Rule 3)."""
+        for uploader, segments in itertools.groupby(micro_batch.parts.chain, uploader_of):
             if uploader is None or uploader in self._failed:
                 self._gradients.stop_keeping()
                 return
@@ -66,11 +66,11 @@ class RemoteRuns:
                     self._gradients.stop_keeping()
                     return
                 self._rounds[uploader] = uploader.uncollected.begin()
-            run = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
-            micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(run)
+            work = partial(self._run, micro_batch, uploader, len(list(segments)), micro_batch.ended)
+            micro_batch.ended = self._last[uploader] = self._threads[uploader].submit(work)
 
     def begin_collecting(self, streams: Streams) -> None:
-        """Lets each worker's thread fetch the gradients that its worker has kept, after its last run.
+        """Lets each worker's thread fetch the gradients that its worker has kept, after its last chain.
 
         Args:
             streams: The streams of the last micro-batch.
@@ -79,7 +79,7 @@ class RemoteRuns:
             self._collecting[uploader] = thread.submit(partial(self._collected, uploader, streams))
 
     def collect(self, streams: Streams) -> set[Uploader]:
-        """Waits for all runs, and fetches the gradients that workers have kept.
+        """Waits for all chains, and fetches the gradients that workers have kept.
 
         Args:
             streams: The streams of the last micro-batch.
@@ -115,7 +115,7 @@ class RemoteRuns:
             )
 
     def _run(self, micro_batch: MicroBatch, uploader: Uploader, segments: int, previous: Promise[None] | None) -> None:
-        """Asks a worker for the next segments of a run. The worker's thread runs it, after the part before it."""
+        """Asks a worker for the next segments of a chain. The worker's thread runs it, after the part before it."""
         if previous is not None:
             previous.wait()
         try:
@@ -131,7 +131,7 @@ class RemoteRuns:
             self._failed.add(uploader)
             self._gradients.stop_keeping()
 
-    def _ask(self, micro_batch: MicroBatch, segment: RunSegment, uploader: Uploader) -> None:
+    def _ask(self, micro_batch: MicroBatch, segment: ChainSegment, uploader: Uploader) -> None:
         frame = segment.frame
         gradient = micro_batch.stored or micro_batch.sums.get(segment.target)
         gradients: dict[int, Tensor | StoredGradient] | None = gradients_of(segment, gradient)
@@ -169,7 +169,7 @@ class RemoteRuns:
         fold(micro_batch.sums, segment, answer.contributions)
         if len(unsent) == 1 and following not in micro_batch.sums:
             micro_batch.stored = answer.stored.get(*unsent)
-        # Not only what the run took: while requests wait for it, the worker also does what surrounds its runs.
+        # Not only what the execution took: while requests wait for it, the worker also does what surrounds it.
         self.busy_s.setdefault(uploader, []).append(answer.took_s)
 
     def _upcoming(self, micro_batch: MicroBatch, uploader: Uploader) -> list[int]:
@@ -182,8 +182,8 @@ class RemoteRuns:
             remote.number for remote in itertools.islice(remotes, MOST_UPCOMING) if isinstance(remote, SavedSegment)
         ]
 
-    def _following(self, micro_batch: MicroBatch, segment: RunSegment) -> Target | None:
-        """Returns where the gradient of the run's next segment is summed up, if only the same worker needs it."""
+    def _following(self, micro_batch: MicroBatch, segment: ChainSegment) -> Target | None:
+        """Returns where the gradient of the chain's next segment is summed up, if only the same worker needs it."""
         _, *later = micro_batch.segments_left
         if not later or uploader_of(later[0]) is not uploader_of(segment) or later[0].target in micro_batch.sums:
             return None

@@ -51,7 +51,7 @@ class Origin(Protocol):
     """A segment whose outputs are sources of later ones.
 
     Attributes:
-        inputs: The inputs of its runs; None once it was released.
+        inputs: The inputs of its executions; None once it was released.
         ready: Its replay, if one is ready.
     """
 
@@ -101,7 +101,7 @@ class SegmentInputs:
         wants_projections: Whether runs return random projections of what autograd saves.
         kind: Equal for segments whose replays take the same memory.
         bounds: Deadline, memory limit and cancellation of the segment's runs.
-        known: Digests of tensors that earlier runs have computed; None to compute all of them.
+        known: Digests of tensors that earlier executions have computed; None to compute all of them.
         derivations: The sources that the worker computes itself.
         successors: Derivations of later segments from outputs of this one. The event loop changes the list.
     """
@@ -123,7 +123,7 @@ class SegmentInputs:
 
     @property
     def device(self) -> torch.device:
-        """The device that the runs compute on."""
+        """The device that the executions compute on."""
         return device_of_work(self.sources)
 
     def replay(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
@@ -154,7 +154,7 @@ class SegmentInputs:
         replayed = self._replayed(keep_saved=keep_saved, is_measured=is_measured)
         for successor in tuple(self.successors):
             if not successor.is_filled:
-                with suppress(ReplayError):  # the run of the successor itself reports it
+                with suppress(ReplayError):  # the execution of the successor itself reports it
                     successor.fill(replayed.replay)
         return replayed
 
@@ -196,7 +196,7 @@ class BackwardInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class RunResult:
+class ExecutionResult:
     """The result of a request.
 
     Attributes:
@@ -225,11 +225,11 @@ class RunResult:
     backward_at_s: float = 0.0
     backward_s: float = 0.0
 
-    def without(self, sources: Collection[int]) -> "RunResult":
+    def without(self, sources: Collection[int]) -> "ExecutionResult":
         """Returns the result without the tensors that only contributions of these sources use."""
         return self.only({v.tensor_index for v in self.bundle.views if self.sources[v.position] not in sources})
 
-    def only(self, tensors: Collection[int]) -> "RunResult":
+    def only(self, tensors: Collection[int]) -> "ExecutionResult":
         """Returns the result with only these of the bundle's tensors, by index."""
         index_left = {index: i for i, index in enumerate(sorted(tensors))}
         left = Bundle(
@@ -271,7 +271,7 @@ def backward(
     start: BackwardInputs,
     gradients: Mapping[int, Tensor],
     chained: Collection[int] = (),
-) -> RunResult:
+) -> ExecutionResult:
     """Runs a segment's backward. Executor's thread only.
 
     Args:
@@ -291,7 +291,7 @@ def backward(
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
-    result = RunResult(
+    result = ExecutionResult(
         bundle=sent,
         saved_digests=tuple(ready.replay.saved_digests),
         sources=tuple(c.source for c in contributions),
@@ -329,12 +329,12 @@ def _named(outgoing: OutgoingTensor) -> OutgoingTensor:
     return OutgoingTensor(outgoing.tensor, outgoing.layout, address)
 
 
-def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence[int]) -> RunResult:
+def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence[int]) -> ExecutionResult:
     """Returns saved tensors of a segment by position, in the order of the request. Executor's thread only."""
     if ready is None or not ready.keeps_saved:
         ready = work.replay(keep_saved=True)
     replay = ready.replay
-    return RunResult(
+    return ExecutionResult(
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
         saved_digests=tuple(replay.saved_digests),
         sources=(),
