@@ -39,7 +39,7 @@ FUNCTIONS = {
     "why_not_cut",
     "why_not_deferred",
     "unsupported_reason",
-    "_run",
+    "_chain",
     "named",
     "_contexts",
 }
