@@ -194,8 +194,8 @@ def test_a_finger_drags_as_a_mouse_does(trained: Training, open_page: OpenPage) 
     box = box_of(chart)
     touches = page.context.new_cdp_session(page)
     for kind, share in (("touchStart", 0.3), ("touchMove", 0.4), ("touchMove", 0.6), ("touchEnd", None)):
-        place = [] if share is None else [{"x": box["x"] + share * box["width"], "y": box["y"] + 50}]
-        touches.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": place})
+        touched = [] if share is None else [{"x": box["x"] + share * box["width"], "y": box["y"] + 50}]
+        touches.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": touched})
     expect(page.locator("#range-fixed")).to_be_visible()
 
 

@@ -20,8 +20,8 @@ def rows_of(heading: str) -> list[list[str]]:
 
 
 def paths() -> list[Path]:
-    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".proto"}]
-    return [path for path in found if "_pb2" not in path.name]
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".proto"}]
+    return [path for path in sources if "_pb2" not in path.name]
 
 
 def names_of(path: Path, *, with_functions: bool = True) -> Iterator[str]:
@@ -68,7 +68,7 @@ def words_of(name: str) -> list[str]:
 def misplaced(word: str, places: Sequence[str], path: Path) -> set[str]:
     """The names in a file that have a word although they must not."""
     where = str(path.relative_to(ROOT))
-    if where.startswith(tuple(place for place in places if "/" in place)):
+    if where.startswith(tuple(beginning.rstrip("*") for beginning in places if "/" in beginning)):
         return set()
     forms, is_test = {word, f"{word}s"}, where.startswith("tests/")
     return {
@@ -83,7 +83,7 @@ def misplaced(word: str, places: Sequence[str], path: Path) -> set[str]:
 def test_a_word_with_one_meaning_stands_where_the_glossary_says(word: str, places: str) -> None:
     allowed = re.findall(r"`([^`]+)`", places)
     assert set().union(*(misplaced(word, allowed, path) for path in paths())) == set()
-    missing = [place for place in allowed if "/" in place and not any(ROOT.glob(f"{place}*"))]
+    missing = [pattern for pattern in allowed if "/" in pattern and not any(ROOT.glob(pattern))]
     assert missing == []
 
 

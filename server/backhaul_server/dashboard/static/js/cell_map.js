@@ -31,7 +31,7 @@ export class CellMap extends Plot {
     super(figure, { ...options, attributes: { tabindex: "0", ...attributes } });
     this.weakest = weakest;
     const shades = element("span", { class: "shades", "aria-hidden": "true" });
-    shades.style.setProperty("--weakest", `${100 * weakest}%`);
+    shades.style.setProperty("--weakest", weakest);
     this.legend.append(...legend(shades));
     this.plot.addEventListener("keydown", (event) => this.onKey(event));
   }
