@@ -54,7 +54,10 @@ def test_all_five_variants_are_bitwise_equal(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_worker_dies_or_hangs_in_the_middle(number: signal.Signals, tmp_path: Path) -> None:
+def test_the_worker_dies_or_hangs_in_the_middle(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BACKHAUL_SILENCE_S", "2")  # by which a hang is noticed
     with WorkerProcess() as worker:
         process = demo("--steps", "4", "--worker", worker.address, "--json", str(tmp_path / "results.json"))
         assert process.stdout is not None
