@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import backhaul
 from conftest import RETURNS
-from support.devices import DEVICE
+from support.devices import DEVICE, IS_SIMULATED
 
 WRITES: dict[str, Callable[[Tensor], object]] = {
     ".data": lambda y: y.data.mul_(2),
@@ -201,7 +201,7 @@ def test_a_visible_write_to_an_output_is_an_error_as_without_checkpointing(sessi
             gradients(function, checkpoint)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="DLPack asks for a stream's pointer, which a simulated one lacks")
+@pytest.mark.skipif(IS_SIMULATED, reason="DLPack asks for a stream's pointer, which a simulated one lacks")
 def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
     """The gradient is that of the value before the write."""
 
@@ -220,7 +220,7 @@ def test_what_nothing_shows_goes_unnoticed(session: backhaul.Session) -> None:
     assert torch.equal(gradient, before)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="the simulated device has no sparse kernels")
+@pytest.mark.skipif(IS_SIMULATED, reason="the simulated device has no sparse kernels")
 def test_tensors_without_a_storage_are_not_looked_at(
     session: backhaul.Session, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -142,7 +142,7 @@ def _parts(
             "an operation after the last segment uses a parameter of a segment and also leads to the segments"
         )
     # Another edge into the chain or the tail would contribute to their gradients when the head runs, which is before
-    # the run has contributed (Rule 2).
+    # the chain has contributed (Rule 2).
     if any(target != chain[0].target and target[0] not in sides for target in crossing):
         raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.

@@ -259,9 +259,8 @@ class Dispatcher:
         ]
         here = {predecessor.source for predecessor in save.predecessors}
         save.boundaries = [source for source, *_ in segment.predecessors if source not in here]
-        if (
-            save.predecessors
-        ):  # else it begins a part of the chain, which its next call need not do if the trainer's share changes
+        # Without predecessors it begins a part of the chain. Its next call need not, if the trainer's share changes.
+        if save.predecessors:
             site.speculation.is_derived = any(predecessor.derived is not None for predecessor in save.predecessors)
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0

@@ -128,13 +128,15 @@ class SavedTensorHooks:
         for position, (counter, version) in versions.items():
             reference = self._table.handles.get(position)
             handle = reference() if reference is not None else None
-            if handle is not None and handle.kept is None:
+            if handle is None:
+                continue
+            if handle.kept is None:
                 saved = self.recorder.recording.saved[position]
                 # A tensor that is made in an inference mode has no version.
                 with torch.inference_mode(False), DisablePythonDispatcher(), DisableTorchDispatch():
                     counter.data = as_laid_out(alias, saved.layout, saved.offset)
                 handle.kept = KeptTensor(counter, version, _modified)
-            elif handle is not None and handle.kept is not None and self._selection is None:
+            elif self._selection is None:
                 handle.kept.digest = b""  # it has other contents from here on; its version is still compared
 
     def find_overwritten(self, returned: object) -> None:

@@ -1,4 +1,4 @@
-"""The op of a call that runs at present, as its parts see it before, during and after its run."""
+"""The op of a call that runs at present, as its parts see it before, while and after it runs."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Remembers which storages a run has met. A storage is known by its address; a weak reference prevents its reuse."""
+"""Remembers which storages a call or a replay has met, by their addresses; a weak reference prevents their reuse."""
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -11,7 +11,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 class StorageLedger:
-    """The storages that a run has met so far. It does not keep their memory alive."""
+    """The storages that a call or a replay has met so far. It does not keep their memory alive."""
 
     def __init__(self) -> None:
         self._seen: dict[int, StorageWeakRef] = {}
