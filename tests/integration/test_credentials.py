@@ -45,6 +45,8 @@ def guarded(token_file: str) -> Iterator[WorkerProcess]:
     options, all_of_it = ["--memory", "1GiB", "--token-file", token_file], {"BACKHAUL_LOG_LEVEL": "debug"}
     with WorkerProcess(*options, environment=all_of_it) as process:
         yield process
+        with connect(process.address, token_file=token_file):
+            pass  # so that it has logged a session, whichever of the tests this process has run
         logged = process.end()
     assert "opened a session" in logged
     assert [token for token in SHOWN if token in logged] == []
