@@ -46,7 +46,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import AccumulationError, BackhaulError, SessionClosedError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.credentials import one_for_each
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_runtime.process.fingerprint import fingerprint
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.tls import files_of
@@ -120,16 +120,16 @@ class Session:
         self._dispatcher = Dispatcher(
             config, Journal(self.run), self._workers, self.copies, lambda: self._closed, self._follow
         )
-        sources = parse_sources(config.worker) if config.worker else []
+        resolvers = parse_resolvers(config.worker) if config.worker else []
         files = [file.strip() for file in config.token_file.split(",") if file]
-        token_files = one_for_each(files, len(sources)) if sources else []
+        token_files = one_for_each(files, len(resolvers)) if resolvers else []
         try:
-            if not sources:
+            if not resolvers:
                 self._embedded = EmbeddedWorker(
                     config.memory_bytes, config.connect_timeout_s, config.allow, config.device
                 )
                 self._workers.add(connect_to(self._embedded.ensure, is_embedded=True))
-            self._workers.open(dict(zip(sources, token_files, strict=True)), strict=config.strict)
+            self._workers.open(dict(zip(resolvers, token_files, strict=True)), strict=config.strict)
             self._warn_if_useless()
         except BaseException:
             self.close()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [
+MODULES = [
     path
     for folder in ("runtime", "client", "server", "lab")
     for path in sorted((ROOT / folder).rglob("*.py"))
@@ -31,7 +31,7 @@ def fields(docstring: str) -> Iterator[tuple[str, str]]:
 
 def test_every_field_says_what_its_value_is() -> None:
     empty = []
-    for path in SOURCES:
+    for path in MODULES:
         for node in ast.walk(parsed(path)):
             if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 empty += [
@@ -50,7 +50,7 @@ def test_the_check_finds_an_empty_field() -> None:
 
 def test_locals_say_what_they_hold() -> None:
     vague = []
-    for path in [*SOURCES, *TESTS]:
+    for path in [*MODULES, *TESTS]:
         functions = [
             node
             for node in ast.walk(parsed(path))
@@ -67,7 +67,7 @@ def test_locals_say_what_they_hold() -> None:
 
 def test_no_public_class_name_occurs_twice() -> None:
     places: dict[str, list[str]] = {}
-    for path in SOURCES:
+    for path in MODULES:
         for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))

@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 SERVER = Path(__file__).parents[2] / "server/backhaul_server"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "lab"]
+ROOTS = [ROOT / "proto", ROOT / "runtime", ROOT / "client", ROOT / "server", ROOT / "lab"]
 PACKAGES = ("backhaul", "backhaul_lab", "backhaul_runtime", "backhaul_server")
 PRIVATE_ATTRIBUTES = re.compile(
     r"_(base|version|cdata|is_view|is_zerotensor|schema|sequence_nr|set_sequence_nr|backward_cls|backward_hooks|"
@@ -23,7 +23,7 @@ PRIVATE_ATTRIBUTES = re.compile(
 def modules() -> dict[str, ast.Module]:
     """Every module of our own by its dotted name, generated ones aside."""
     trees = {}
-    for root in SOURCES:
+    for root in ROOTS:
         for path in root.rglob("*.py"):
             if "_pb2" not in path.name:
                 name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")

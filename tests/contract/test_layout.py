@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {
@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "backhaul_server": {"backhaul_proto", "backhaul_runtime", "backhaul_server"},
     "backhaul_lab": {"backhaul_proto", "backhaul_runtime", "backhaul", "backhaul_server", "backhaul_lab"},
 }
-SOURCES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
+MODULES = [(name, path) for name, folder in PACKAGES.items() for path in sorted(folder.rglob("*.py"))]
 PUBLIC = ["backhaul", "backhaul_runtime.errors"]
 
 
@@ -45,7 +45,7 @@ def imported(path: Path) -> set[str]:
 def test_imports_run_one_way() -> None:
     offenders = {
         str(path.relative_to(ROOT)): forbidden
-        for package, path in SOURCES
+        for package, path in MODULES
         if (forbidden := imported(path) & set(PACKAGES) - MAY_IMPORT[package])
     }
     assert offenders == {}
@@ -57,7 +57,7 @@ def test_mypy_checks_every_folder_of_tests() -> None:
 
 
 def test_the_runtime_knows_no_server_and_the_proto_no_torch() -> None:
-    for package, path in SOURCES:
+    for package, path in MODULES:
         if package == "backhaul_runtime":
             assert not imported(path) & {"grpc", "fastapi", "uvicorn"}, path
         if package == "backhaul_proto":

@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/on-the-trainer.md"
-SOURCES = [path for folder in ("client/backhaul", "runtime/backhaul_runtime") for path in (ROOT / folder).rglob("*.py")]
-TREES = {path: parsed(path) for path in SOURCES}
+MODULES = [path for folder in ("client/backhaul", "runtime/backhaul_runtime") for path in (ROOT / folder).rglob("*.py")]
+TREES = {path: parsed(path) for path in MODULES}
 
 CALLS = {
     "Refusal",

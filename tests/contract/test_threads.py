@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
 MODULES = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.sources import parsed
+from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("proto", "runtime", "client", "server", "lab", "tests")
@@ -20,8 +20,8 @@ def rows_of(heading: str) -> list[list[str]]:
 
 
 def paths() -> list[Path]:
-    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".proto"}]
-    return [path for path in sources if "_pb2" not in path.name]
+    code = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".proto"}]
+    return [path for path in code if "_pb2" not in path.name]
 
 
 def names_of(path: Path, *, with_functions: bool = True) -> Iterator[str]:

@@ -6,12 +6,12 @@ import httpx
 import pytest
 from starlette.routing import BaseRoute, Mount, Route
 
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_server.dashboard.http.access import COOKIE, OPEN
 from backhaul_server.dashboard.http.app import create_app
 
 TOKEN = "correct-horse-battery-staple"
-APP = create_app(parse_sources("127.0.0.1:1"), token=TOKEN)  # it asks nobody before it runs
+APP = create_app(parse_resolvers("127.0.0.1:1"), token=TOKEN)  # it asks nobody before it runs
 
 
 def paths(routes: list[BaseRoute]) -> list[str]:

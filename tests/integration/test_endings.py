@@ -36,8 +36,8 @@ from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from conftest import QUIET, settle, wait_until
 from support.bits import grad_of
 from support.flips import on_every_channel
+from support.parsed_files import parsed
 from support.processes import WorkerProcess
-from support.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("client", "runtime", "server")

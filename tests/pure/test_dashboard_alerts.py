@@ -7,7 +7,7 @@ import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.telemetry_pb2 import Lane
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.metrics.alerts import ALERTS, Alerts
 from support.reporting import Training
@@ -20,7 +20,7 @@ class Scene:
     """Two workers and a run on both, all well. Tests spoil it."""
 
     def __init__(self) -> None:
-        self.watch = Watch(parse_sources("a:1,b:2"))
+        self.watch = Watch(parse_resolvers("a:1,b:2"))
         self.training = Training(run=RUN, segments=10)
         for worker in self.watch.workers:
             worker.answered(self.telemetry())

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_server.dashboard.collect.sanitize import CALLS, clean_report
 from backhaul_server.dashboard.collect.segments import ROWS
 from backhaul_server.dashboard.collect.series import LARGEST
@@ -26,8 +26,8 @@ from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.history.retention import MEMORY
 from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.http.api import add_routes
+from backhaul_server.dashboard.http.dashboard_state import DashboardState
 from backhaul_server.dashboard.http.feed import Feed
-from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from support.reporting import Training
@@ -90,11 +90,13 @@ class Answers:
     """The application's routes without a server, and what they answer from."""
 
     def __init__(self) -> None:
-        self.watch = Watch(parse_sources("a:1,b:2"))
-        self._sources = Sources(self.watch, Alerts(self.watch), History(MEMORY, 1))  # not started: it keeps nothing
-        self.feed = Feed(self._sources.live)
+        self.watch = Watch(parse_resolvers("a:1,b:2"))
+        self._state = DashboardState(
+            self.watch, Alerts(self.watch), History(MEMORY, 1)
+        )  # not started: it keeps nothing
+        self.feed = Feed(self._state.live)
         self._app = FastAPI()
-        add_routes(self._app, self._sources, self.feed)
+        add_routes(self._app, self._state, self.feed)
 
     def take(self, report: telemetry_pb2.TrainerReport) -> None:
         # As the wire brings it.

@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, alignment
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
@@ -72,7 +72,7 @@ def test_a_trainer_is_aligned_through_the_worker_with_the_smallest_error() -> No
 
 
 def test_a_trainer_of_an_old_version_has_links_without_numbers() -> None:
-    watch, training = Watch(parse_sources("a:1,b:2")), Training(workers=["a:1"], began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("a:1,b:2")), Training(workers=["a:1"], began_at_s=NOW_S)
     run_of(watch, training)
     shown = topology(watch, NOW_S)
     assert {node.id for node in shown.nodes} == {"worker:a:1", "worker:b:2", f"run:{training.run}"}
@@ -86,14 +86,14 @@ def test_a_trainer_of_an_old_version_has_links_without_numbers() -> None:
 
 
 def test_a_worker_that_only_a_trainer_knows_is_shown_as_unwatched() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(workers=["elsewhere:9"], began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("a:1")), Training(workers=["elsewhere:9"], began_at_s=NOW_S)
     run_of(watch, training, link_of("elsewhere:9"))
     states = {node.id: node.state for node in topology(watch, NOW_S).nodes}
     assert states == {"worker:a:1": "unreachable", "worker:elsewhere:9": "unwatched", f"run:{training.run}": "running"}
 
 
 def test_a_worker_with_another_address_is_recognised_by_its_session() -> None:
-    watch, training = Watch(parse_sources("gpu-box:1")), Training(workers=["10.0.0.7:1"], began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("gpu-box:1")), Training(workers=["10.0.0.7:1"], began_at_s=NOW_S)
     run = run_of(watch, training, link_of("10.0.0.7:1"))
     assert watch.workers_of(run) == {}
     session = telemetry_pb2.SessionTelemetry(run=training.run)
@@ -104,7 +104,7 @@ def test_a_worker_with_another_address_is_recognised_by_its_session() -> None:
 
 
 def test_a_lost_link_is_broken() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
     run_of(watch, training, link_of(connected=False))
     watch.workers[0].answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
     (link,) = topology(watch, NOW_S).links
@@ -112,7 +112,7 @@ def test_a_lost_link_is_broken() -> None:
 
 
 def test_numbers_of_a_link_to_a_worker_that_is_gone_have_the_time_of_the_last_report() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("a:1")), Training(workers=["a:1"], began_at_s=NOW_S)
     run_of(watch, training, link_of())
     (worker,) = watch.workers
     worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e"))
@@ -128,7 +128,7 @@ def test_numbers_of_a_link_to_a_worker_that_is_gone_have_the_time_of_the_last_re
 
 
 def test_the_fleet_has_one_axis_and_holes_where_a_worker_was_silent() -> None:
-    watch = Watch(parse_sources("a:1,b:2"))
+    watch = Watch(parse_resolvers("a:1,b:2"))
     first = watch.workers[0]
     first.answered(
         telemetry_pb2.GetTelemetryResponse(epoch="e", memory=telemetry_pb2.MemoryTelemetry(budget_bytes=1_000))
@@ -151,7 +151,7 @@ def test_the_fleet_has_one_axis_and_holes_where_a_worker_was_silent() -> None:
 
 
 def test_the_fleet_has_the_time_of_the_last_answer_and_nothing_else_of_a_worker_that_is_gone() -> None:
-    (worker,) = Watch(parse_sources("a:1")).workers
+    (worker,) = Watch(parse_resolvers("a:1")).workers
     gpu = telemetry_pb2.Accelerator(name="H100", total_bytes=80)
     worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e", queued_requests=3, accelerator=gpu))
     (serving,) = fleet([worker], TimeRange(NOW_S - 30, NOW_S), 3).workers
@@ -164,7 +164,7 @@ def test_the_fleet_has_the_time_of_the_last_answer_and_nothing_else_of_a_worker_
 
 
 def test_the_load_is_what_a_worker_computed_of_the_time_that_passed() -> None:
-    (worker,) = Watch(parse_sources("a:1")).workers
+    (worker,) = Watch(parse_resolvers("a:1")).workers
     for uptime_s, busy_s in ((10.0, 4.0), (12.0, 5.0), (13.0, 9.0)):
         worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="e", uptime_s=uptime_s, busy_s=busy_s, clock_s=NOW_S))
     worker.answered(telemetry_pb2.GetTelemetryResponse(epoch="new", uptime_s=1.0, busy_s=0.5, clock_s=NOW_S))
@@ -174,7 +174,7 @@ def test_the_load_is_what_a_worker_computed_of_the_time_that_passed() -> None:
 
 
 def test_ranks_with_different_clocks_are_on_one_axis() -> None:
-    watch = Watch(parse_sources("a:1"))
+    watch = Watch(parse_resolvers("a:1"))
     one, two = (Training(workers=["a:1"], began_at_s=NOW_S + ahead_s) for ahead_s in (0.0, 1_000.0))
     shown = timeline(
         [
@@ -198,7 +198,7 @@ def test_ranks_with_different_clocks_are_on_one_axis() -> None:
 
 
 def test_phases_of_a_trainer_with_another_clock_are_in_the_range_of_the_dashboards() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=NOW_S + 1_000)
+    watch, training = Watch(parse_resolvers("a:1")), Training(workers=["a:1"], began_at_s=NOW_S + 1_000)
     run = run_of(watch, training, now_s=NOW_S + 1_000)
     (whole,) = latency(watch.calls, [(run, -1_000.0)], TimeRange(NOW_S, NOW_S + 60), "").phases
     (shown,) = latency(
@@ -210,7 +210,7 @@ def test_phases_of_a_trainer_with_another_clock_are_in_the_range_of_the_dashboar
 
 
 def test_a_timeline_without_bars_says_why() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(began_at_s=NOW_S)
+    watch, training = Watch(parse_resolvers("a:1")), Training(began_at_s=NOW_S)
     assert timeline([], 3).why_empty.startswith("No trainer has reported yet.")
     watch.trainers.take(telemetry_pb2.TrainerReport(run=training.about()), NOW_S, 0.0)
     run = watch.trainers.find(training.run)
@@ -226,7 +226,7 @@ def test_a_timeline_without_bars_says_why() -> None:
 
 
 def test_a_timeline_says_which_ranks_it_lacks() -> None:
-    watch = Watch(parse_sources("a:1"))
+    watch = Watch(parse_resolvers("a:1"))
     kept, dropped = (run_of(watch, Training(began_at_s=NOW_S)) for _ in range(2))
     dropped.forget_detail()
     shown = timeline([(kept, None), (dropped, None)], 1, forgotten=1)
@@ -235,7 +235,7 @@ def test_a_timeline_says_which_ranks_it_lacks() -> None:
 
 
 def test_what_is_not_kept_of_a_run_depends_on_whether_it_still_reports() -> None:
-    watch = Watch(parse_sources("a:1"))
+    watch = Watch(parse_resolvers("a:1"))
     ended = run_of(watch, Training(began_at_s=NOW_S))
     assert why_not_kept("Segments", [ended]) == ""
     ended.forget_detail()
@@ -250,7 +250,7 @@ def test_what_is_not_kept_of_a_run_depends_on_whether_it_still_reports() -> None
 
 
 def test_the_alignment_of_a_watch_goes_through_its_own_comparison() -> None:
-    watch, training = Watch(parse_sources("a:1")), Training(workers=["a:1"], began_at_s=time.time())
+    watch, training = Watch(parse_resolvers("a:1")), Training(workers=["a:1"], began_at_s=time.time())
     run = run_of(watch, training, link_of(clock_offset_s=100.0, clock_error_s=0.001), now_s=time.time())
     assert watch.alignment(run) is None
     now_s = time.time()

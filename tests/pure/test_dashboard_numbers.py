@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backhaul_proto.v1 import telemetry_pb2
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
 from backhaul_server.dashboard.collect.durations import Durations, Tally
 from backhaul_server.dashboard.collect.intervals import common, length, rows_of, union
@@ -146,7 +146,7 @@ def test_a_run_that_ended_gives_way_to_one_that_begins() -> None:
 
 
 def watching(*reports: telemetry_pb2.TrainerReport) -> Watch:
-    watch = Watch(parse_sources("a:1,b:2"))
+    watch = Watch(parse_resolvers("a:1,b:2"))
     for report in reports:
         watch.trainers.take(report, NOW_S, NOW_S - 20)
     return watch

@@ -5,27 +5,27 @@ from typing import Any
 import pytest
 
 from backhaul import AddressError, ConnectError
-from backhaul_runtime.process.discovery import AddressSource, DnsSource, FileSource, parse_sources
+from backhaul_runtime.process.discovery import DnsResolver, FileResolver, Resolver, parse_resolvers
 
 
-def texts(source: AddressSource) -> list[str]:
-    return [address.text for address in source.look()]
+def texts(resolver: Resolver) -> list[str]:
+    return [address.text for address in resolver.resolve()]
 
 
 def test_addresses_and_sources_stand_side_by_side() -> None:
-    sources = parse_sources("a:1, unix:/c,file:///shared/workers,dns:///workers.svc:50051")
-    assert [source.text for source in sources] == [
+    resolvers = parse_resolvers("a:1, unix:/c,file:///shared/workers,dns:///workers.svc:50051")
+    assert [resolver.text for resolver in resolvers] == [
         "a:1",
         "unix:/c",
         "file:///shared/workers",
         "dns:///workers.svc:50051",
     ]
-    assert [source.is_fixed for source in sources] == [True, True, False, False]
-    assert texts(sources[0]) == ["a:1"]
-    assert isinstance(sources[2], FileSource)
-    assert sources[2].path == Path("/shared/workers")
-    assert isinstance(sources[3], DnsSource)
-    assert (sources[3].name, sources[3].port) == ("workers.svc", 50051)
+    assert [resolver.is_fixed for resolver in resolvers] == [True, True, False, False]
+    assert texts(resolvers[0]) == ["a:1"]
+    assert isinstance(resolvers[2], FileResolver)
+    assert resolvers[2].path == Path("/shared/workers")
+    assert isinstance(resolvers[3], DnsResolver)
+    assert (resolvers[3].name, resolvers[3].port) == ("workers.svc", 50051)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_addresses_and_sources_stand_side_by_side() -> None:
         ("", "no address"),
         (" , ", "no address"),
         ("a:1,a:1", "stands twice"),
-        ("file:x,file:x", "a source stands twice"),
+        ("file:x,file:x", "a resolver stands twice"),
         ("file:", "names no path"),
         ("dns:///workers", "can't be read"),
         ("dns:///workers:0", "names no host and port"),
@@ -44,18 +44,18 @@ def test_addresses_and_sources_stand_side_by_side() -> None:
 )
 def test_lists_that_make_no_sense(text: str, message: str) -> None:
     with pytest.raises(AddressError, match=message):
-        parse_sources(text)
+        parse_resolvers(text)
 
 
 def test_a_file_is_read_at_each_look(tmp_path: Path) -> None:
     path = tmp_path / "workers"
-    (source,) = parse_sources(f"file:{path}")
+    (resolver,) = parse_resolvers(f"file:{path}")
     with pytest.raises(ConnectError, match=f'the file of addresses "{path}" can\'t be read: No such file'):
-        source.look()
+        resolver.resolve()
     path.write_text("a:1 # job 7\n\n# a comment\n  unix:/b\n")
-    assert texts(source) == ["a:1", "unix:/b"]
+    assert texts(resolver) == ["a:1", "unix:/b"]
     path.write_text("")
-    assert texts(source) == []
+    assert texts(resolver) == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_a_file_must_not_hold(content: bytes, message: str, tmp_path: Path)
     path = tmp_path / "workers"
     path.write_bytes(content)
     with pytest.raises((AddressError, ConnectError), match=message) as caught:
-        FileSource("file:workers", path).look()
+        FileResolver("file:workers", path).resolve()
     assert str(path) in str(caught.value)
 
 
@@ -86,7 +86,7 @@ def test_a_name_stands_for_all_its_addresses(
     answers: list[Any], expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
-    addresses = DnsSource("dns:///workers:50051", "workers", 50051).look()
+    addresses = DnsResolver("dns:///workers:50051", "workers", 50051).resolve()
     assert [address.target for address in addresses] == expected
     assert {address.verified_name for address in addresses} == {"workers"}
 
@@ -100,8 +100,8 @@ def test_a_name_without_addresses_differs_from_a_resolver_that_does_not_answer(
         raise error
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    source = DnsSource("dns:///workers:1", "workers", 1)
-    assert source.look() == []
+    resolver = DnsResolver("dns:///workers:1", "workers", 1)
+    assert resolver.resolve() == []
     error = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
     with pytest.raises(ConnectError, match='"workers" can\'t be resolved: Temporary failure'):
-        source.look()
+        resolver.resolve()

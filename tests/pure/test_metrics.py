@@ -11,7 +11,7 @@ from backhaul_runtime.wire.telemetry import BOUNDS_S
 from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, histogram
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 from backhaul_server.dashboard.schemas.events import KINDS, EventEntry
-from support.source import SUMS, FakeSource, FakeTrainers, FakeWorker, telemetry_of
+from support.fake_watch import SUMS, FakeTrainers, FakeWatch, FakeWorker, telemetry_of
 
 BASE_UNITS = {"bytes", "seconds", "ratio"}
 COUNTED = {"sessions", "segments", "requests", "runs", "up", "info", "draining"}
@@ -37,9 +37,9 @@ SESSIONS = (
 )
 
 
-def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
+def samples(watch: FakeWatch) -> dict[tuple[str, ...], float]:
     """By name and values of labels, in the order of FEW."""
-    families = text_string_to_metric_families(exposition(MetricsSnapshot(source.watch)).decode())
+    families = text_string_to_metric_families(exposition(MetricsSnapshot(watch.as_watch)).decode())
     return {
         (s.name, *(s.labels[name] for name in sorted(s.labels, key=FEW.index))): s.value
         for family in families
@@ -48,7 +48,7 @@ def samples(source: FakeSource) -> dict[tuple[str, ...], float]:
 
 
 def test_each_number_is_what_the_worker_said() -> None:
-    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))
+    values = samples(FakeWatch([FakeWorker(telemetry=telemetry_of(*SESSIONS))]))
     of_worker = {
         name.removeprefix("backhaul_worker_"): value
         for (name, *labels), value in values.items()
@@ -86,19 +86,19 @@ def test_each_number_is_what_the_worker_said() -> None:
 
 
 def test_events_are_counted_by_kind() -> None:
-    source = FakeSource()
-    source.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))
-    source.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))  # told twice
-    source.events.add(EventEntry(id="2", at_s=11.0, kind="worker_lost"))
-    counts = {name[1]: value for name, value in samples(source).items() if name[0] == "backhaul_events_total"}
+    watch = FakeWatch()
+    watch.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))
+    watch.events.add(EventEntry(id="1", at_s=10.0, kind="refusals", count=7))  # told twice
+    watch.events.add(EventEntry(id="2", at_s=11.0, kind="worker_lost"))
+    counts = {name[1]: value for name, value in samples(watch).items() if name[0] == "backhaul_events_total"}
     assert set(counts) == set(KINDS)
     assert {kind: count for kind, count in counts.items() if count} == {"refusals": 7, "worker_lost": 1}
 
 
 def test_each_number_is_what_trainers_said() -> None:
     sums = {name: float(number) for number, name in enumerate(SUMS, 1)}
-    source = FakeSource(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums))
-    values = {name: value for name, value in samples(source).items() if name[0] != "backhaul_events_total"}
+    watch = FakeWatch(trainers=FakeTrainers(dropped=101, saved_bytes=102, running=103, **sums))
+    values = {name: value for name, value in samples(watch).items() if name[0] != "backhaul_events_total"}
     assert values.pop(("backhaul_trainer_mixed_runs",)) == 0
     exported = {name: value for name, value in sums.items() if name != "calls"}  # those stand in the recomputations
     assert sorted(values.values()) == sorted([*exported.values(), 101, 102, 103])  # each once
@@ -111,7 +111,7 @@ def test_each_number_is_what_trainers_said() -> None:
 
 def test_durations_are_a_cumulative_histogram() -> None:
     durations_s = (BOUNDS_S[4], BOUNDS_S[4] * 1.01, 0.003, 1000.0)
-    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of(durations_s=durations_s))]))
+    values = samples(FakeWatch([FakeWorker(telemetry=telemetry_of(durations_s=durations_s))]))
     name = "backhaul_rpc_duration_seconds"
     counts = [values[f"{name}_bucket", "a:1", "Backward", repr(bound)] for bound in BUCKETS_S]
     assert counts == [sum(duration_s <= bound for duration_s in durations_s) for bound in BUCKETS_S]
@@ -135,13 +135,13 @@ def test_a_run_whose_workers_differ_is_mixed() -> None:
         telemetry_with("2.13.0", "same", ""),
         telemetry_with("2.15.0", "mixed", ""),
     ]
-    values = samples(FakeSource([FakeWorker(f"w:{n}", telemetry=answer) for n, answer in enumerate(answers, 1)]))
+    values = samples(FakeWatch([FakeWorker(f"w:{n}", telemetry=answer) for n, answer in enumerate(answers, 1)]))
     assert values["backhaul_trainer_mixed_runs",] == 1
 
 
 def test_of_a_worker_out_of_reach_only_that_is_told() -> None:
     silent = FakeWorker("b:2", "unreachable", telemetry_of(*SESSIONS))
-    values = samples(FakeSource([FakeWorker(telemetry=telemetry_of()), silent, FakeWorker("c:3", "unreachable")]))
+    values = samples(FakeWatch([FakeWorker(telemetry=telemetry_of()), silent, FakeWorker("c:3", "unreachable")]))
     assert [key for key in values if "b:2" in key or "c:3" in key] == [
         ("backhaul_worker_up", "b:2"),
         ("backhaul_worker_up", "c:3"),
@@ -162,23 +162,23 @@ def test_names_follow_the_rules() -> None:
 
 def test_labels_are_of_what_there_are_few() -> None:
     assert {label for metric in METRICS for label in metric.labels} <= set(FEW)
-    text = exposition(MetricsSnapshot(FakeSource([FakeWorker(telemetry=telemetry_of(*SESSIONS))]).watch)).decode()
+    text = exposition(MetricsSnapshot(FakeWatch([FakeWorker(telemetry=telemetry_of(*SESSIONS))]).as_watch)).decode()
     assert "secret" not in text
 
 
 def test_a_label_that_needs_escaping_can_be_read_back() -> None:
     telemetry = telemetry_of()
     telemetry.device = 'odd "device"\n\\'
-    values = samples(FakeSource([FakeWorker(telemetry=telemetry)]))
+    values = samples(FakeWatch([FakeWorker(telemetry=telemetry)]))
     assert [key[3] for key in values if key[0] == "backhaul_worker_info"] == ['odd "device"\n\\']
 
 
 def test_fifty_workers_take_little() -> None:
-    source = FakeSource([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
-    exposition(MetricsSnapshot(source.watch))
+    watch = FakeWatch([FakeWorker(f"w:{port}", telemetry=telemetry_of(*SESSIONS)) for port in range(1, 51)])
+    exposition(MetricsSnapshot(watch.as_watch))
     tracemalloc.start()
     try:
-        size = len(exposition(MetricsSnapshot(source.watch)))
+        size = len(exposition(MetricsSnapshot(watch.as_watch)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

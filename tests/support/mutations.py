@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ("proto", "runtime", "client", "server", "lab")
+PACKAGES = ("proto", "runtime", "client", "server", "lab")
 REMOVED = {"wait_event", "wait_stream", "record_stream", "synchronize", "record"}
 SLOWDOWN = 4
 """Allows for other programs on the machine. A mutant without a wait may hang for ever."""
@@ -70,14 +70,14 @@ def is_caught(site: Site, limit_s: float | None) -> bool:
     """Runs the tests on a copy of the tree without the call. None stands for no limit."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        for name in (*SOURCES, "tests"):
+        for name in (*PACKAGES, "tests"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         shutil.copy(ROOT / "constraints.txt", tree)
         (tree / "build").symlink_to(ROOT / "build")  # kernels that are compiled already
         (tree / site.path).write_bytes(mutated(site))
         # The simulated device's sitecustomize.py stays first.
-        paths = [os.environ["PYTHONPATH"].split(os.pathsep)[0], *(str(tree / source) for source in SOURCES)]
+        paths = [os.environ["PYTHONPATH"].split(os.pathsep)[0], *(str(tree / package) for package in PACKAGES)]
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-x", *(f"tests/{test}" for test in TESTS)],
             cwd=tree,

@@ -165,8 +165,8 @@ def _serve() -> int:
             if (pid := os.fork()) == 0:
                 arguments, environment = json.loads(request)
                 os.setsid()
-                for target, source in enumerate([os.open(os.devnull, os.O_RDONLY), *files[:2]]):
-                    os.dup2(source, target)
+                for target, file in enumerate([os.open(os.devnull, os.O_RDONLY), *files[:2]]):
+                    os.dup2(file, target)
                 for file in files:
                     os.close(file)
                 os.environ.clear()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backhaul_runtime.tensors.sums_kernel import SOURCE
+from backhaul_runtime.tensors.sums_kernel import KERNEL_CODE
 
 pytestmark = pytest.mark.nightly
 
@@ -25,9 +25,9 @@ def nvrtc() -> Any:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_the_source_compiles(nvrtc: Any, architecture: str) -> None:
+def test_the_code_compiles(nvrtc: Any, architecture: str) -> None:
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), SOURCE.encode(), b"sums.cu", 0, None, None) == 0
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), KERNEL_CODE.encode(), b"sums.cu", 0, None, None) == 0
     option = (ctypes.c_char_p * 1)(f"--gpu-architecture={architecture}".encode())
     status = nvrtc.nvrtcCompileProgram(program, 1, option)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))

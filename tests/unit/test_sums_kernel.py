@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backhaul_runtime.tensors.digest import torch_sums
-from backhaul_runtime.tensors.sums_kernel import NAME, SOURCE
+from backhaul_runtime.tensors.sums_kernel import KERNEL_CODE, NAME
 from support.simulated_cuda.build import compiler
 from support.simulated_cuda.kernels import compile_for_host
 
@@ -23,7 +23,7 @@ DTYPES = [
 def kernel() -> Any:
     if not compiler():
         pytest.skip("needs a C++ compiler")
-    return compile_for_host(SOURCE, NAME)
+    return compile_for_host(KERNEL_CODE, NAME)
 
 
 def kernel_sums(kernel: Any, data: torch.Tensor, blocks: int) -> list[int]:

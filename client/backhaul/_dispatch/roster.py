@@ -2,8 +2,8 @@
 
 NOTE [Roster]
 1. A worker that the user named by its address belongs to the session from its beginning to its end, up or down.
-2. One thread looks at the sources once a second (NOTE [Sources]). A worker that a source begins to name joins: it gets
-   segments once its connection is up.
+2. One thread asks the resolvers once a second (NOTE [Resolvers]). A worker that a resolver begins to name joins: it
+   gets segments once its connection is up.
 3. A worker that is no longer named leaves: it gets no further segments, and its connection is closed when the trainer
    needs none of those that it has. So a step in flight ends as if nothing had happened.
 """
@@ -18,7 +18,7 @@ from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._worker_client.connection.connection import FULL, Connection
 from backhaul_runtime.errors import BackhaulError, ConnectError
 from backhaul_runtime.process.addresses import Address
-from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
+from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, Resolver
 from backhaul_runtime.process.latch import Latch
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
@@ -26,7 +26,7 @@ from backhaul_runtime.process.threads import only_in
 logger = logging.getLogger("backhaul")
 
 OTHERS_S = 1.0
-"""Seconds that `Roster.open` waits for further workers of a source after the first one has answered."""
+"""Seconds that `Roster.open` waits for further workers of a resolver after the first one has answered."""
 _POLL_S = 0.02
 _END_S = 2.0
 """Seconds that `close` waits for the thread, which ends by itself when a name server has answered."""
@@ -51,11 +51,11 @@ class Roster(Sequence[WorkerHandle]):
     ) -> None:
         self._run, self._connect, self._handle, self._timeout_s = run, connect, handle, timeout_s
         self._handles: tuple[WorkerHandle, ...] = ()  # replaced as a whole, so readers need no lock
-        self._named: dict[str, WorkerHandle] = {}  # by address, those that sources name
-        self._sources: list[tuple[AddressSource, str]] = []
-        self._fixed: set[str] = set()  # gRPC's names of the workers that stay, which a source may name as well
-        self._last: dict[str, list[Address]] = {}  # what each source named last
-        self._troubles: dict[str, str] = {}  # why a source cannot be read, as it was logged
+        self._named: dict[str, WorkerHandle] = {}  # by address, those that resolvers name
+        self._resolvers: list[tuple[Resolver, str]] = []
+        self._fixed: set[str] = set()  # gRPC's names of the workers that stay, which a resolver may name as well
+        self._last: dict[str, list[Address]] = {}  # what each resolver named last
+        self._troubles: dict[str, str] = {}  # why a resolver cannot be read, as it was logged
         self._closing = Latch()
         self._thread = threading.Thread(target=self._follow, name="backhaul-discovery", daemon=True)
 
@@ -71,26 +71,26 @@ class Roster(Sequence[WorkerHandle]):
     def __len__(self) -> int:
         return len(self._handles)
 
-    def open(self, sources: Mapping[AddressSource, str], *, strict: bool) -> None:
-        """Connects to the workers that sources name now, and follows the sources from then on.
+    def open(self, resolvers: Mapping[Resolver, str], *, strict: bool) -> None:
+        """Connects to the workers that resolvers name now, and follows the resolvers from then on.
 
         Args:
-            sources: The token file of each source's workers; empty for no token.
+            resolvers: The token file of each resolver's workers; empty for no token.
             strict: Raise an error for workers that have no room for another session. Otherwise they are asked again in
                 the background.
 
         Raises:
-            BackhaulError: A worker that was named by its address does not answer, a source cannot be read, or of all
-                workers that sources name none answers. See `Session`.
+            BackhaulError: A worker that was named by its address does not answer, a resolver cannot be read, or of all
+                workers that resolvers name none answers. See `Session`.
         """
-        for source, token_file in sources.items():
-            if source.is_fixed:
-                (address,) = source.look()
+        for resolver, token_file in resolvers.items():
+            if resolver.is_fixed:
+                (address,) = resolver.resolve()
                 self._fixed.add(address.target)
                 self.add(self._connect(address, token_file), strict=strict)
             else:
-                self._sources.append((source, token_file))
-        if self._sources:
+                self._resolvers.append((resolver, token_file))
+        if self._resolvers:
             self._wait_for_first(strict=strict)
             self._thread.start()
 
@@ -110,29 +110,30 @@ class Roster(Sequence[WorkerHandle]):
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(_END_S)
-        for source, _ in self._sources:
-            source.close()
+        for resolver, _ in self._resolvers:
+            resolver.close()
         for worker in self._handles:
             worker.connection.close()
         for worker in self._handles:
             worker.uploader.close()
 
     def _wait_for_first(self, *, strict: bool) -> None:
-        """Waits until a worker of the sources is up, and for a moment longer until all are.
+        """Waits until a worker of the resolvers is up, and for a moment longer until all are.
 
-        If all of them have answered that they have no room for another session, no more than a look is waited for.
+        If all of them have answered that they have no room for another session, nothing is waited for but one answer of
+        each resolver.
         """
         has_others = bool(self._handles)
-        for source, token_file in self._sources:
-            self._update(source, token_file)  # may take seconds, which the workers have to answer as well
+        for resolver, token_file in self._resolvers:
+            self._update(resolver, token_file)  # may take seconds, which the workers have to answer as well
         now_s = monotonic()
         until_s = now_s + self._timeout_s
         look_at_s = now_s + LOOK_INTERVAL_S
         while now_s < until_s:
-            if now_s >= look_at_s:  # a source may name its first worker only after a while
+            if now_s >= look_at_s:  # a resolver may name its first worker only after a while
                 look_at_s = now_s + LOOK_INTERVAL_S
-                for source, token_file in self._sources:
-                    self._update(source, token_file)
+                for resolver, token_file in self._resolvers:
+                    self._update(resolver, token_file)
             named = list(self._named.values())
             ups = sum(worker.connection.up is not None for worker in named)
             if ups or has_others:  # training can begin, so further workers get a moment more and no longer
@@ -146,7 +147,7 @@ class Roster(Sequence[WorkerHandle]):
             now_s = monotonic()
         if not any(worker.connection.up is not None for worker in self._handles):
             if not self._named:  # nobody was asked, so no connection has an error to raise
-                texts = ", ".join(source.text for source, _ in self._sources)
+                texts = ", ".join(resolver.text for resolver, _ in self._resolvers)
                 raise ConnectError(f"{texts} named no worker within {self._timeout_s:g} s", address=texts)
             errors = [worker.connection.why_unanswered(self._timeout_s) for worker in self._named.values()]
             # A worker without room may have some later, and until then the trainer recomputes.
@@ -156,20 +157,20 @@ class Roster(Sequence[WorkerHandle]):
     @only_in("backhaul-discovery")
     def _follow(self) -> None:
         while not self._closing.wait(LOOK_INTERVAL_S):
-            for source, token_file in self._sources:
+            for resolver, token_file in self._resolvers:
                 try:
-                    self._update(source, token_file)
-                except BackhaulError as error:  # Rule 3 of NOTE [Sources]
-                    if self._troubles.get(source.text) != error.message:
-                        self._troubles[source.text] = error.message
+                    self._update(resolver, token_file)
+                except BackhaulError as error:  # Rule 3 of NOTE [Resolvers]
+                    if self._troubles.get(resolver.text) != error.message:
+                        self._troubles[resolver.text] = error.message
                         logger.warning("%s. Its workers stay as they are.", error.message, extra=about(self._run))
                 else:
-                    self._troubles.pop(source.text, None)
+                    self._troubles.pop(resolver.text, None)
             self._part()
 
-    def _update(self, source: AddressSource, token_file: str) -> None:
-        """Looks at a source, and notes who joins and who leaves. Raises BackhaulError."""
-        self._last[source.text] = source.look()
+    def _update(self, resolver: Resolver, token_file: str) -> None:
+        """Asks a resolver, and notes who joins and who leaves. Raises BackhaulError."""
+        self._last[resolver.text] = resolver.resolve()
         named = {address.target: address for addresses in self._last.values() for address in addresses}
         named = {target: address for target, address in named.items() if target not in self._fixed}
         for target, worker in self._named.items():

@@ -22,14 +22,14 @@ def look(fixed_bytes: float, device: torch.device) -> Surroundings:
 
 def _host_bytes_per_s(device: torch.device) -> float:
     """Returns the rate of a copy from an accelerator to pinned memory of its host."""
-    source = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    src = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     durations_s = []
     # Only the times depend on the waits, so no simulated device can show that one of them is missing.
     for _ in range(_COPIES):
         torch.cuda.synchronize(device)
         began_s = perf_counter()
-        target.copy_(source)
+        target.copy_(src)
         torch.cuda.synchronize(device)
         durations_s.append(perf_counter() - began_s)
     return _COPIED_BYTES / min(durations_s)

@@ -102,11 +102,11 @@ class BareTcp:
         self._socket.close()
 
 
-def receive_into(source: socket.socket, buffer: bytearray) -> bool:
+def receive_into(peer: socket.socket, buffer: bytearray) -> bool:
     """Fills a buffer from a socket. Returns False if the peer closed the connection."""
     view = memoryview(buffer)
     while view:
-        received = source.recv_into(view)
+        received = peer.recv_into(view)
         if not received:
             return False
         view = view[received:]

@@ -89,22 +89,22 @@ class LinkProxy:
             except OSError:
                 return
             self._sockets += [near, far]
-            for source, sink, is_up in ((near, far, True), (far, near, False)):
-                thread = threading.Thread(target=pass_on, args=(source, sink, is_up), daemon=True)
+            for src, dst, is_up in ((near, far, True), (far, near, False)):
+                thread = threading.Thread(target=pass_on, args=(src, dst, is_up), daemon=True)
                 self._threads.append(thread)
                 thread.start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
+    def _pass_on(self, src: socket.socket, dst: socket.socket, is_up: bool) -> None:
         with suppress(OSError):
             pace = self._pace(is_up)
-            while data := source.recv(READ_BYTES):
+            while data := src.recv(READ_BYTES):
                 with self._lock:
                     self.passed_bytes += len(data)
                 pace(len(data))
-                sink.sendall(data)
-        shut(source, sink)
+                dst.sendall(data)
+        shut(src, dst)
 
-    def _pass_on_later(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:
+    def _pass_on_later(self, src: socket.socket, dst: socket.socket, is_up: bool) -> None:
         under_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
         acknowledged: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
 
@@ -115,9 +115,9 @@ class LinkProxy:
                     time.sleep(max(0.0, at_s - time.monotonic()))
                     if not data:
                         break
-                    sink.sendall(data)
+                    dst.sendall(data)
                     acknowledged.put((time.monotonic() + self._latency_s, len(data)))
-            shut(source, sink)
+            shut(src, dst)
             acknowledged.put((0.0, self._window_bytes))  # the reading thread may wait for room
 
         delivering = threading.Thread(target=deliver, daemon=True)
@@ -126,7 +126,7 @@ class LinkProxy:
         unacknowledged_bytes = 0
         pace = self._pace(is_up)
         with suppress(OSError):
-            while data := source.recv(min(_DISTANT_READ_BYTES, self._window_bytes - unacknowledged_bytes)):
+            while data := src.recv(min(_DISTANT_READ_BYTES, self._window_bytes - unacknowledged_bytes)):
                 with self._lock:
                     self.passed_bytes += len(data)
                 pace(len(data))

@@ -1,12 +1,12 @@
-"""Where workers are: addresses that users wrote, and sources that name changing workers. Does not import torch.
+"""Where workers are: addresses that users wrote, and resolvers that name changing workers. Does not import torch.
 
-NOTE [Sources]
-1. A source is written where an address may stand: `file:PATH` for a file with an address in each line,
-   `dns:///NAME:PORT` for all addresses that a name resolves to, or `ray:NAME` for a fleet in a Ray cluster (see
-   `ray_source.py`). An address is a source of one worker.
-2. Sources are looked at once a second. gRPC resolves a name again only when a connection breaks, and so would not
+NOTE [Resolvers]
+1. A resolver is named where an address may stand: `file:PATH` is a file with an address in each line,
+   `dns:///NAME:PORT` all addresses that a name resolves to, and `ray:NAME` a fleet in a Ray cluster (see
+   `ray_resolver.py`). An address is a resolver of one worker.
+2. Resolvers are asked once a second. gRPC resolves a name again only when a connection breaks, and so would not
    notice a worker that has joined.
-3. A source that cannot be read says nothing about workers. What it named before stays valid.
+3. A resolver that cannot be read says nothing about workers. What it named before stays valid.
 """
 
 import re
@@ -19,19 +19,19 @@ from typing import Protocol
 from backhaul_runtime.errors import AddressError, ConnectError
 from backhaul_runtime.process.addresses import Address, parse_address
 from backhaul_runtime.process.ray_fleet import NEEDS_RAY, check_name, has_ray
-from backhaul_runtime.process.ray_source import RaySource
+from backhaul_runtime.process.ray_resolver import RayResolver
 
 LOOK_INTERVAL_S = 1.0
-"""Seconds between two looks at a source."""
+"""Seconds between two requests to a resolver."""
 _FORMS = 'write "host:port", "unix:/path", "dns:///name:port", "file:/path" or "ray:name", several with commas between'
 
 
-class AddressSource(Protocol):
-    """A source of addresses. Any thread may use it, one at a time."""
+class Resolver(Protocol):
+    """What names the workers that there are now. Any thread may use it, one at a time."""
 
     @property
     def text(self) -> str:
-        """The source as the user wrote it."""
+        """The resolver as the user wrote it."""
         ...
 
     @property
@@ -39,22 +39,22 @@ class AddressSource(Protocol):
         """Whether it always names the same worker."""
         ...
 
-    def look(self) -> list[Address]:
+    def resolve(self) -> list[Address]:
         """Returns the addresses of the workers that there are now; may block for some seconds.
 
         Raises:
-            AddressError: The source has something else than an address.
-            ConnectError: The source cannot be read.
+            AddressError: The resolver has something else than an address.
+            ConnectError: The resolver cannot be read.
         """
         ...
 
     def close(self) -> None:
-        """Ends what `look` has started. A look in another thread fails or is discarded."""
+        """Ends what `resolve` has started. A call in another thread fails or is discarded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class FixedSource:
+class FixedResolver:
     """One address.
 
     Attributes:
@@ -70,7 +70,7 @@ class FixedSource:
         """The address as the user wrote it."""
         return self.address.text
 
-    def look(self) -> list[Address]:
+    def resolve(self) -> list[Address]:
         """Returns the address."""
         return [self.address]
 
@@ -79,11 +79,11 @@ class FixedSource:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSource:
+class FileResolver:
     """A file with an address in each line. What follows a "#" is a comment.
 
     Attributes:
-        text: The source as the user wrote it.
+        text: The resolver as the user wrote it.
         path: The path of the file.
         is_fixed: False, for the file may change.
     """
@@ -92,8 +92,8 @@ class FileSource:
     path: Path
     is_fixed: bool = False
 
-    def look(self) -> list[Address]:
-        """Reads the file. See `AddressSource.look`."""
+    def resolve(self) -> list[Address]:
+        """Reads the file. See `Resolver.resolve`."""
         try:
             lines = self.path.read_text("utf-8").splitlines()
         except (OSError, ValueError) as error:
@@ -112,16 +112,16 @@ class FileSource:
 
 
 @dataclass(frozen=True, slots=True)
-class DnsSource:
+class DnsResolver:
     """All addresses of a name. Certificates of the workers must have the name.
 
     Where a name has IPv4 and IPv6 addresses, only the first kind counts: otherwise each worker would be used twice.
 
     Attributes:
-        text: The source as the user wrote it.
+        text: The resolver as the user wrote it.
         name: The name to resolve.
         port: The TCP port of the workers.
-        is_fixed: False, for the resolver's answer may change.
+        is_fixed: False, for the name server's answer may change.
     """
 
     text: str
@@ -129,8 +129,8 @@ class DnsSource:
     port: int
     is_fixed: bool = False
 
-    def look(self) -> list[Address]:
-        """Resolves the name. See `AddressSource.look`."""
+    def resolve(self) -> list[Address]:
+        """Resolves the name. See `Resolver.resolve`."""
         try:
             answers = socket.getaddrinfo(self.name, self.port, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
@@ -151,11 +151,11 @@ class DnsSource:
 
 
 _NO_ADDRESS = frozenset({socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)})
-"""Answers of a resolver that works: the name has no address, as that of a Kubernetes service without ready pods."""
+"""Answers of a name server that works: the name has no address, as that of a Kubernetes service without ready pods."""
 
 
-def parse_sources(text: str) -> list[AddressSource]:
-    """Parses addresses and sources that are separated by commas.
+def parse_resolvers(text: str) -> list[Resolver]:
+    """Parses addresses and resolvers that are separated by commas.
 
     Raises:
         AddressError: One of them cannot be read, stands twice, or there is none.
@@ -163,24 +163,24 @@ def parse_sources(text: str) -> list[AddressSource]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise AddressError(f"no address in {text!r}: {_FORMS}", address=text)
-    sources = [_source(part) for part in parts]
-    _distinct([source.address for source in sources if isinstance(source, FixedSource)], text)
-    if len({source.text for source in sources}) < len(sources):
-        raise AddressError(f'a source stands twice in "{text}": name each once', address=text)
-    return sources
+    resolvers = [_resolver(part) for part in parts]
+    _distinct([resolver.address for resolver in resolvers if isinstance(resolver, FixedResolver)], text)
+    if len({resolver.text for resolver in resolvers}) < len(resolvers):
+        raise AddressError(f'a resolver stands twice in "{text}": name each once', address=text)
+    return resolvers
 
 
-def _source(text: str) -> AddressSource:
+def _resolver(text: str) -> Resolver:
     if text.startswith("file:"):
         path = re.sub("^file:(//(?=/))?", "", text)
         if not path:
             raise AddressError(f'the address "{text}" names no path: {_FORMS}', address=text)
-        return FileSource(text, Path(path))
+        return FileResolver(text, Path(path))
     if text.startswith("dns:"):
         address = parse_address(text.removeprefix("dns:///"))
         if not address.host or not address.port:
             raise AddressError(f'the address "{text}" names no host and port: {_FORMS}', address=text)
-        return DnsSource(text, address.host, address.port)
+        return DnsResolver(text, address.host, address.port)
     if text.startswith("ray:"):
         try:
             name = check_name(text.removeprefix("ray:"))
@@ -188,8 +188,8 @@ def _source(text: str) -> AddressSource:
             raise AddressError(f'the address "{text}" names no fleet: {error}', address=text) from None
         if not has_ray():
             raise AddressError(f'the address "{text}" {NEEDS_RAY}', address=text)
-        return RaySource(text, name)
-    return FixedSource(parse_address(text))
+        return RayResolver(text, name)
+    return FixedResolver(parse_address(text))
 
 
 def _distinct(addresses: Sequence[Address], text: str) -> list[Address]:

@@ -1,6 +1,6 @@
 """The process that asks Ray for the workers of a fleet: `python -m backhaul_runtime.process.ray_follower`.
 
-Why it is a process of its own: see NOTE [Follower] in `ray_source.py`.
+Why it is a process of its own: see NOTE [Follower] in `ray_resolver.py`.
 """
 
 import json

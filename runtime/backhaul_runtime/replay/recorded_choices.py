@@ -270,12 +270,12 @@ class ChoiceReplay(DispatchMode):
 
 def _gathered(op: OpOverload, args: Any, kwargs: Any, values: Tensor, places: Tensor) -> Tensor:
     """Returns the values of an op's input at given indices. Raises RuntimeError, as `gather` does, for invalid ones."""
-    source: Tensor = args[0]
+    operand: Tensor = args[0]
     if (spatial := _POOLS.get(_base(op))) is not None:
-        return source.flatten(-spatial).gather(-1, places.flatten(-spatial)).view_as(values)
-    if source.dim() == 0:
-        return source
+        return operand.flatten(-spatial).gather(-1, places.flatten(-spatial)).view_as(values)
+    if operand.dim() == 0:
+        return operand
     dim = argument(op, "dim", args, kwargs)
-    if places.dim() < source.dim():
-        return source.gather(dim, places.unsqueeze(dim)).squeeze(dim)
-    return source.gather(dim, places)
+    if places.dim() < operand.dim():
+        return operand.gather(dim, places.unsqueeze(dim)).squeeze(dim)
+    return operand.gather(dim, places)

@@ -336,11 +336,11 @@ def fill(tensor: Tensor, data: Tensor, layout: Layout) -> None:
         payload(tensor, layout).copy_(data)
         return
     shape, strides = layout.memory_order or ((), ())
-    source = torch.empty(0, dtype=_carrier(layout), device=data.device)
-    source.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))
+    src = torch.empty(0, dtype=_carrier(layout), device=data.device)
+    src.set_(data.untyped_storage(), data.storage_offset() // layout.dtype.itemsize, shape, _contiguous(shape))
     target = torch.empty(0, dtype=_carrier(layout), device=tensor.device)
     target.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, strides)
-    target.copy_(source)
+    target.copy_(src)
 
 
 def copy_exact(tensor: Tensor, layout: Layout | None = None, device: torch.device | str | None = None) -> Tensor:

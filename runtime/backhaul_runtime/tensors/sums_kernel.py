@@ -19,7 +19,7 @@ MOST_BLOCKS = 1056
 """Eight blocks for each of the 132 multiprocessors of an H100."""
 _GROUP_BYTES = 16
 
-SOURCE = """
+KERNEL_CODE = """
 typedef unsigned long long u64;
 struct __align__(16) Group { int words[4]; };
 
@@ -97,7 +97,7 @@ def kernel_sums(data: Tensor) -> Tensor | None:
 def _kernel(device: torch.device) -> Kernel | None:
     with torch.cuda.device(device):
         try:
-            return compile_kernel(SOURCE, NAME)
+            return compile_kernel(KERNEL_CODE, NAME)
         except Exception as error:  # a torch without NVRTC, or a device that it does not know
             log_once(error, "Digests on the GPU are computed by torch's own ops, which is slower.")
             return None

@@ -13,15 +13,15 @@ class Kernel(Protocol):
         """Launches the kernel. Tensors become pointers, and integers of Python become 32 bits."""
 
 
-def compile_kernel(source: str, name: str) -> Kernel:
+def compile_kernel(code: str, name: str) -> Kernel:
     """Compiles a kernel for the current device.
 
     Args:
-        source: The source, which includes nothing.
+        code: The CUDA code, which includes nothing.
         name: The name of the kernel, which is `extern "C"`.
 
     Raises:
-        Exception: torch has no compiler for it, or the source does not fit the device.
+        Exception: torch has no compiler for it, or the code does not fit the device.
     """
-    kernel: Kernel = torch.cuda._compile_kernel(source, name)
+    kernel: Kernel = torch.cuda._compile_kernel(code, name)
     return kernel

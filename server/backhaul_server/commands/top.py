@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Shows the state until SIGINT or SIGTERM, or once. Returns the exit code."""
     try:
-        sources, tokens, tls = read_workers(arguments)
+        resolvers, tokens, tls = read_workers(arguments)
     except BackhaulError as error:
         print(f"backhaul top: {error}", file=sys.stderr)
         return 2
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_COLUMNS
     console = Console(width=width, markup=False, highlight=False, emoji=False)
     show = _follow if is_terminal and not arguments.once else _once
-    return asyncio.run(show(Watch(sources, tokens, tls=tls), console))
+    return asyncio.run(show(Watch(resolvers, tokens, tls=tls), console))
 
 
 async def _once(watch: "Watch", console: "Console") -> int:

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit code."""
     try:
-        sources, tokens, tls = read_workers(arguments)
+        resolvers, tokens, tls = read_workers(arguments)
         address = parse_address(arguments.listen)
         token = read_token(arguments.token_file) if arguments.token_file is not None else None
         listener = _listen(address, has_token=token is not None)
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     history = History(arguments.store, arguments.retention)
     if trouble := history.trouble():
         print(f"backhaul dashboard: runs will not be kept over a restart: {trouble}", file=sys.stderr)
-    app = create_app(sources, tokens, token, address.host, history, tls)
+    app = create_app(resolvers, tokens, token, address.host, history, tls)
     serve(app, listener, arguments.root_path)
     return 0
 

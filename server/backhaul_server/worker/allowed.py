@@ -18,9 +18,9 @@ from backhaul_runtime.errors import SettingError
 from backhaul_runtime.process.settings import names_code
 from backhaul_runtime.program.custom.adapters import adapter_of
 from backhaul_runtime.program.custom.class_names import is_foreign, is_found_by_name, name_of_class
+from backhaul_runtime.program.custom.code_files import package_state
 from backhaul_runtime.program.custom.code_identity import identity_of_class
 from backhaul_runtime.program.custom.names import IMPORTS, OfferedNames, names
-from backhaul_runtime.program.custom.source_files import package_state
 from backhaul_runtime.torch_internals.libraries import (
     defined_ops,
     module_of_op,

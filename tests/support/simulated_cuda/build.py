@@ -13,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-SOURCES = HERE / "native"
+NATIVE = HERE / "native"
 FOLDER = ROOT / "build/simulated_cuda"
 TORCH = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
 """The only version of torch for which the device is built: it depends on torch's internals."""
@@ -41,8 +41,8 @@ def library() -> Path:
 
     torch = Path(torch_file).parent
     digest = hashlib.sha256(f"{version('torch')} {sys.version} {_FLAGS}".encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.read_bytes())
+    for path in sorted(NATIVE.iterdir()):
+        digest.update(path.read_bytes())
     target = FOLDER / f"{digest.hexdigest()[:16]}.so"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
@@ -65,7 +65,7 @@ def _build(torch: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         made = Path(folder) / target.name
         system = [part for include in includes for part in ("-isystem", str(include))]
-        command = [compiler(), *_FLAGS, *system, str(SOURCES / "module.cpp"), "-o", str(made), *libraries]
+        command = [compiler(), *_FLAGS, *system, str(NATIVE / "module.cpp"), "-o", str(made), *libraries]
         subprocess.run(command, check=True)
         made.rename(target)
 

@@ -120,9 +120,9 @@ def _properties(device: Any = None) -> types.SimpleNamespace:
 _GENERATORS = tuple(native.default_generator(index) for index in range(DEVICES))
 
 
-def _compile_kernel(source: str, name: str, *_: Any, **__: Any) -> "Callable[..., None]":
+def _compile_kernel(code: str, name: str, *_: Any, **__: Any) -> "Callable[..., None]":
     """Compiles a kernel for the host, with one thread in each block. Takes torch.cuda._compile_kernel's arguments."""
-    function = _load("simulated_cuda_kernels", Path(__file__).with_name("kernels.py")).compile_for_host(source, name)
+    function = _load("simulated_cuda_kernels", Path(__file__).with_name("kernels.py")).compile_for_host(code, name)
     address = ctypes.cast(function, ctypes.c_void_p).value
 
     def word(argument: Any) -> int:

@@ -1,4 +1,4 @@
-"""Compiles CUDA kernels for the host: the same source, with a shim for what CUDA's C++ adds to C++.
+"""Compiles CUDA kernels for the host: the same code, with a shim for what CUDA's C++ adds to C++.
 
 A block has one thread, so a kernel must be right for any size of a block. Blocks run one after the other.
 """
@@ -41,18 +41,18 @@ extern "C" void run_on_host(unsigned grid, const long long* arguments) {{
 """
 
 
-def compile_for_host(source: str, name: str) -> Any:
+def compile_for_host(code: str, name: str) -> Any:
     """Returns the ctypes function `run_on_host(grid, arguments)` of a kernel, whose arguments are 64-bit words.
 
     Args:
-        source: The source of the kernel, which is `extern "C"` and includes nothing.
+        code: The code of the kernel, which is `extern "C"` and includes nothing.
         name: The name of the kernel.
     """
-    signature = re.search(rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?{name}\s*\(([^)]*)\)", source)
+    signature = re.search(rf"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?{name}\s*\(([^)]*)\)", code)
     assert signature is not None, f"there is no kernel {name}"
     types = [parameter.strip().rpartition(" ")[0] for parameter in signature[1].split(",")]
     arguments = ", ".join(f"({kind})arguments[{number}]" for number, kind in enumerate(types))
-    text = SHIM + source + RUNNER.format(name=name, arguments=arguments)
+    text = SHIM + code + RUNNER.format(name=name, arguments=arguments)
     library = FOLDER / f"kernel-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)

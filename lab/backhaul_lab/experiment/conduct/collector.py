@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 
 from backhaul_runtime.process.credentials import read_token
-from backhaul_runtime.process.discovery import parse_sources
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_server.dashboard.collect.watch import INTERVAL_S, Watch
 from backhaul_server.dashboard.history.retention import RETENTION_DAYS
 from backhaul_server.dashboard.history.writer import History
@@ -18,7 +18,9 @@ _LAST_LOOK_S = 1.2 * INTERVAL_S
 
 
 async def _collect(history: History, addresses: str, token: str | None) -> None:
-    watching = asyncio.create_task(Watch(parse_sources(addresses), [token], history.put, None, history.put_event).run())
+    watching = asyncio.create_task(
+        Watch(parse_resolvers(addresses), [token], history.put, None, history.put_event).run()
+    )
     await asyncio.to_thread(sys.stdin.read)
     await asyncio.sleep(_LAST_LOOK_S)  # trainers send their last reports when their sessions close
     watching.cancel()

@@ -43,7 +43,7 @@ from backhaul_runtime.program.custom.bytecode import (
     texts_in,
 )
 from backhaul_runtime.program.custom.class_names import is_foreign, name_of_class
-from backhaul_runtime.program.custom.source_files import file_of, package_state, place_of, why_no_place
+from backhaul_runtime.program.custom.code_files import file_of, package_state, place_of, why_no_place
 from backhaul_runtime.program.custom.value_texts import (
     CODE,
     CONSTANTS,

@@ -20,8 +20,8 @@ from backhaul_proto.v1 import session_pb2
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.custom.adapters import adapter_of
 from backhaul_runtime.program.custom.class_names import is_foreign, is_found_by_name, name_of_class, plain_name
+from backhaul_runtime.program.custom.code_files import NO_VERSION, package_state
 from backhaul_runtime.program.custom.code_identity import asks_beside_values, identity_of_class, uses_gradients
-from backhaul_runtime.program.custom.source_files import NO_VERSION, package_state
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.libraries import module_of_op
 

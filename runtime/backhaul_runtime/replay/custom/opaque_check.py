@@ -23,8 +23,8 @@ from torch.autograd.graph import Node
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.custom.adapters import TensorMemory, adapter_of, attribute_names, is_only_attributes
 from backhaul_runtime.program.custom.class_names import is_foreign, name_of_class
+from backhaul_runtime.program.custom.code_files import place_of, why_no_place
 from backhaul_runtime.program.custom.code_identity import identity_of_class, lines_of_class
-from backhaul_runtime.program.custom.source_files import place_of, why_no_place
 from backhaul_runtime.tensors.deferred_digest import DeferredDigest, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of

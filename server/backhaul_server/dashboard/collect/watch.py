@@ -13,7 +13,7 @@ from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import BackhaulError, SettingError, TransferError
 from backhaul_runtime.process.addresses import Address
 from backhaul_runtime.process.credentials import bearer
-from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, AddressSource
+from backhaul_runtime.process.discovery import LOOK_INTERVAL_S, Resolver
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS, options_to
 from backhaul_runtime.wire.splicing import accepted
@@ -45,8 +45,8 @@ class Watch:
     """Watches workers and the trainers that report to them. Run `run` as a task, and end it by cancelling.
 
     Args:
-        sources: The sources that name the workers.
-        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
+        resolvers: The resolvers that name the workers.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of resolvers.
         keep: Called with every sanitized report, also with repeated ones, and the seconds to add to its times for this
             process's clock. Must not block.
         tls: The files with which the dashboard speaks TLS with workers that listen on TCP; None: without TLS.
@@ -62,29 +62,31 @@ class Watch:
 
     def __init__(
         self,
-        sources: Sequence[AddressSource],
+        resolvers: Sequence[Resolver],
         tokens: Sequence[str | None] = (None,),
         keep: Callable[[telemetry_pb2.TrainerReport, float], None] | None = None,
         tls: TlsFiles | None = None,
         keep_event: Callable[[EventEntry], None] | None = None,
     ) -> None:
-        if len(tokens) not in {1, len(sources)}:
+        if len(tokens) not in {1, len(resolvers)}:
             raise ValueError(
-                f"{len(tokens)} tokens for {len(sources)} sources: give one for all, or one each in their order"
+                f"{len(tokens)} tokens for {len(resolvers)} resolvers: give one for all, or one each in their order"
             )
         self.calls = Tally()
-        self._sources = list(zip(sources, list(tokens) * (len(sources) if len(tokens) == 1 else 1), strict=True))
-        self._unread = {source.text for source, _ in self._sources if not source.is_fixed}
-        fixed = [source for source in sources if source.is_fixed]
+        self._resolvers = list(zip(resolvers, list(tokens) * (len(resolvers) if len(tokens) == 1 else 1), strict=True))
+        self._unread = {resolver.text for resolver, _ in self._resolvers if not resolver.is_fixed}
+        fixed = [resolver for resolver in resolvers if resolver.is_fixed]
         self.events = EventLog(keep_event)
-        self.workers = [Watched(address, self.calls, self.events) for source in fixed for address in source.look()]
+        self.workers = [
+            Watched(address, self.calls, self.events) for resolver in fixed for address in resolver.resolve()
+        ]
         self.trainers = Trainers(self.events)
         self.held = HeldMemory()
         self._keep, self._tls = keep, tls
 
     @property
     def is_ready(self) -> bool:
-        """Whether every source was read, and every worker has answered, or is out of reach."""
+        """Whether every resolver was read, and every worker has answered, or is out of reach."""
         return not self._unread and all(worker.was_asked for worker in self.workers)
 
     def workers_of(self, run: TrainerRun) -> dict[str, Watched]:
@@ -122,27 +124,27 @@ class Watch:
     async def run(self) -> None:
         """Polls each worker once a second. A worker that does not answer delays no other."""
         with ExitStack() as ending:
-            for source, _ in self._sources:
-                ending.callback(source.close)
+            for resolver, _ in self._resolvers:
+                ending.callback(resolver.close)
             async with asyncio.TaskGroup() as tasks:
                 fixed = iter(list(self.workers))
-                for source, token in self._sources:
-                    if source.is_fixed:
+                for resolver, token in self._resolvers:
+                    if resolver.is_fixed:
                         tasks.create_task(self._follow(next(fixed), token))
                     else:
-                        tasks.create_task(self._look(source, token, tasks))
+                        tasks.create_task(self._look(resolver, token, tasks))
                 while True:
                     await asyncio.sleep(INTERVAL_S)
                     self.held.sample(time.time(), self.workers, self.trainers)
 
-    async def _look(self, source: AddressSource, token: str | None, tasks: asyncio.TaskGroup) -> None:
-        """Looks at a source once a second, and watches the workers that it names."""
+    async def _look(self, resolver: Resolver, token: str | None, tasks: asyncio.TaskGroup) -> None:
+        """Asks a resolver once a second, and watches the workers that it names."""
         following: dict[str, tuple[Watched, asyncio.Task[None]]] = {}
         trouble = ""
         while True:
             try:
-                named = {address.target: address for address in await asyncio.to_thread(source.look)}
-            except BackhaulError as error:  # Rule 3 of NOTE [Sources]
+                named = {address.target: address for address in await asyncio.to_thread(resolver.resolve)}
+            except BackhaulError as error:  # Rule 3 of NOTE [Resolvers]
                 if error.message != trouble:
                     trouble = error.message
                     logger.warning("%s. Its workers stay as they are.", trouble)
@@ -156,7 +158,7 @@ class Watch:
                     worker = Watched(named[target], self.calls, self.events)
                     self.workers = [*self.workers, worker]  # replaced as a whole, because other threads read it
                     following[target] = worker, tasks.create_task(self._follow(worker, token))
-            self._unread.discard(source.text)
+            self._unread.discard(resolver.text)
             await asyncio.sleep(LOOK_INTERVAL_S)
 
     async def _follow(self, worker: Watched, token: str | None) -> None:

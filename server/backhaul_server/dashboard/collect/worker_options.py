@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from backhaul_runtime.process.credentials import one_for_each, read_token
-from backhaul_runtime.process.discovery import AddressSource, parse_sources
+from backhaul_runtime.process.discovery import Resolver, parse_resolvers
 from backhaul_runtime.process.tls import TlsFiles, files_of
 
 
@@ -25,11 +25,11 @@ def add_credentials(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def read_workers(arguments: argparse.Namespace) -> tuple[Sequence[AddressSource], list[str | None], TlsFiles | None]:
-    """Returns what `Watch` needs: the sources that name the workers, their tokens, and the TLS files.
+def read_workers(arguments: argparse.Namespace) -> tuple[Sequence[Resolver], list[str | None], TlsFiles | None]:
+    """Returns what `Watch` needs: the resolvers that name the workers, their tokens, and the TLS files.
 
     Raises BackhaulError for an address or a file that cannot be used.
     """
-    sources = parse_sources(",".join(arguments.worker))
-    files = one_for_each(arguments.worker_token_file, len(sources))
-    return sources, [read_token(file) if file else None for file in files], files_of(arguments.worker_tls)
+    resolvers = parse_resolvers(",".join(arguments.worker))
+    files = one_for_each(arguments.worker_token_file, len(resolvers))
+    return resolvers, [read_token(file) if file else None for file in files], files_of(arguments.worker_tls)

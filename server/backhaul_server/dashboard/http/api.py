@@ -11,6 +11,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
 from backhaul_server.dashboard.collect.watched import KEPT_S
 from backhaul_server.dashboard.history.selection import EventSelection
+from backhaul_server.dashboard.http.dashboard_state import DashboardState
 from backhaul_server.dashboard.http.error_answers import FULL, MISSING
 from backhaul_server.dashboard.http.feed import MOST_LISTENERS, Feed
 from backhaul_server.dashboard.http.paging import cursor_of, page_of, read_cursor
@@ -25,7 +26,6 @@ from backhaul_server.dashboard.http.parameters import (
     last_seconds,
 )
 from backhaul_server.dashboard.http.runs_api import add_run_routes
-from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.schemas.events import Severity
 from backhaul_server.dashboard.schemas.latency import Latency
 from backhaul_server.dashboard.schemas.memory import MemoryHistory
@@ -40,15 +40,15 @@ from backhaul_server.dashboard.views.topology import topology
 _RETRY_FULL_S = 10
 
 
-def add_routes(app: FastAPI, sources: Sources, feed: Feed) -> None:
+def add_routes(app: FastAPI, state: DashboardState, feed: Feed) -> None:
     """Adds all routes of /api/v1 to the application."""
-    _add_present(app, sources, feed)
-    _add_network(app, sources)
-    _add_past(app, sources)
-    add_run_routes(app, sources)
+    _add_present(app, state, feed)
+    _add_network(app, state)
+    _add_past(app, state)
+    add_run_routes(app, state)
 
 
-def _add_present(app: FastAPI, sources: Sources, feed: Feed) -> None:
+def _add_present(app: FastAPI, state: DashboardState, feed: Feed) -> None:
     """Adds the routes that show the state at this moment."""
 
     async def seat() -> AsyncIterator[None]:
@@ -73,31 +73,31 @@ def _add_present(app: FastAPI, sources: Sources, feed: Feed) -> None:
     @app.get("/api/v1/overview", tags=["now"])
     async def headline() -> Overview:
         """Headline numbers: workers, sessions, steps, bytes saved, time added, fallbacks."""
-        return sources.overview()
+        return state.overview()
 
     @app.get("/api/v1/workers", tags=["now"])
     async def workers(limit: Limit = 100, cursor: Cursor = "") -> WorkerPage:
         """Every worker, as of its last answer, in the order of the command line."""
-        return page_of(WorkerPage, sources.workers(), limit, cursor)
+        return page_of(WorkerPage, state.workers(), limit, cursor)
 
     @app.get("/api/v1/sessions", tags=["now"])
     async def sessions(limit: Limit = 100, cursor: Cursor = "") -> SessionPage:
         """Every session of every worker that answers."""
-        return page_of(SessionPage, sources.sessions(), limit, cursor)
+        return page_of(SessionPage, state.sessions(), limit, cursor)
 
     @app.get("/api/v1/alerts", tags=["now"])
     async def alerts(limit: Limit = 100, cursor: Cursor = "") -> AlertPage:
         """The alerts that fire now, critical ones first."""
-        return page_of(AlertPage, sources.alerts.evaluate(time.time()), limit, cursor)
+        return page_of(AlertPage, state.alerts.evaluate(time.time()), limit, cursor)
 
 
-def _add_network(app: FastAPI, sources: Sources) -> None:
+def _add_network(app: FastAPI, state: DashboardState) -> None:
     """Adds the routes that show trainers and workers together."""
 
     @app.get("/api/v1/topology", tags=["network"])
     async def network() -> Topology:
         """Trainers, workers and the links between them: traffic, round trips and clocks."""
-        return topology(sources.watch, time.time())
+        return topology(state.watch, time.time())
 
     @app.get("/api/v1/fleet", tags=["network"])
     async def all_workers(
@@ -107,10 +107,10 @@ def _add_network(app: FastAPI, sources: Sources) -> None:
         until_s: Until = None,
     ) -> Fleet:
         """The memory and load of all workers over time, in one answer."""
-        return fleet(sources.watch.workers, last_seconds(seconds, since_s, until_s), points)
+        return fleet(state.watch.workers, last_seconds(seconds, since_s, until_s), points)
 
 
-def _add_past(app: FastAPI, sources: Sources) -> None:
+def _add_past(app: FastAPI, state: DashboardState) -> None:
     """Adds the routes that show what happened, and memory and latency over time."""
 
     @app.get("/api/v1/events", tags=["events"])
@@ -138,7 +138,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         wanted = EventSelection(limit + 1, tuple(runs), within.since_s, within.until_s, severity, text)
         if cursor:
             wanted = replace(wanted, before=read_cursor(cursor))
-        listed = await sources.events(wanted)
+        listed = await state.events(wanted)
         items = listed.events[:limit]
         following = cursor_of(items[-1].at_s, items[-1].id) if len(listed.events) > limit else None
         return EventPage(items=items, total=listed.total, next=following)
@@ -151,7 +151,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         until_s: Until = None,
     ) -> MemoryHistory:
         """Bytes by tier of every worker, and bytes held by run, over time."""
-        return memory_history(sources.watch, last_seconds(seconds, since_s, until_s), points)
+        return memory_history(state.watch, last_seconds(seconds, since_s, until_s), points)
 
     @app.get("/api/v1/latency", tags=["memory and latency"], responses=MISSING)
     async def latencies(
@@ -168,7 +168,7 @@ def _add_past(app: FastAPI, sources: Sources) -> None:
         until_s: Until = None,
     ) -> Latency:
         """Percentiles by RPC, a heat map of durations, and the phases of segments by step."""
-        calls = sources.worker(worker).durations.tally if worker else sources.watch.calls
-        asked = await sources.asked([run]) if run else [one for one in sources.watch.trainers if one.detail is not None]
-        aligned = [(known, sources.watch.shift_s(known)) for known in asked if known is not None]
+        calls = state.worker(worker).durations.tally if worker else state.watch.calls
+        asked = await state.asked([run]) if run else [one for one in state.watch.trainers if one.detail is not None]
+        aligned = [(known, state.watch.shift_s(known)) for known in asked if known is not None]
         return latency(calls, aligned, last_seconds(seconds, since_s, until_s), method, of_steps)

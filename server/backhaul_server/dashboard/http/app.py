@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import ASGIApp
 
-from backhaul_runtime.process.discovery import AddressSource
+from backhaul_runtime.process.discovery import Resolver
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.version import version
 from backhaul_server.dashboard.collect.watch import Watch
@@ -24,10 +24,10 @@ from backhaul_server.dashboard.history.retention import MEMORY, RETENTION_DAYS
 from backhaul_server.dashboard.history.writer import History
 from backhaul_server.dashboard.http.access import TokenMiddleware
 from backhaul_server.dashboard.http.api import add_routes
+from backhaul_server.dashboard.http.dashboard_state import DashboardState
 from backhaul_server.dashboard.http.feed import Feed
 from backhaul_server.dashboard.http.openapi import described, operation_id
 from backhaul_server.dashboard.http.serving import Server
-from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.metrics.alerts import Alerts
 from backhaul_server.dashboard.metrics.exposition import MetricsSnapshot, exposition
 
@@ -52,7 +52,7 @@ class FreshFiles(StaticFiles):
 
 
 def create_app(
-    workers: Sequence[AddressSource],
+    workers: Sequence[Resolver],
     tokens: Sequence[str | None] = (None,),
     token: str | None = None,
     host: str = "",
@@ -62,8 +62,8 @@ def create_app(
     """Returns the application, which watches the workers while it runs.
 
     Args:
-        workers: The sources that name the workers.
-        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of sources.
+        workers: The resolvers that name the workers.
+        tokens: Tokens of the workers, None for no token: one for all workers, or one each in the order of resolvers.
         token: The token that visitors must show, None for no token.
         host: The host that the server listens on.
         history: The history that keeps reports; None to keep them in memory only.
@@ -75,8 +75,8 @@ def create_app(
     history = history or History(MEMORY, RETENTION_DAYS)
     watch = Watch(workers, tokens, history.put, tls, history.put_event)
     alerts = Alerts(watch)
-    sources = Sources(watch, alerts, history)
-    feed = Feed(sources.live)
+    state = DashboardState(watch, alerts, history)
+    feed = Feed(state.live)
 
     async def look() -> None:
         while True:
@@ -117,7 +117,7 @@ def create_app(
         return TokenMiddleware(inner, token, host)
 
     app.add_middleware(access)  # a function, because the application shows the arguments of its middleware
-    add_routes(app, sources, feed)
+    add_routes(app, state, feed)
 
     @app.api_route("/metrics", methods=_READING, include_in_schema=False)
     async def metrics() -> Response:

@@ -12,6 +12,7 @@ from fastapi.responses import StreamingResponse
 from backhaul_server.dashboard.collect.segments import Row, SegmentTable, reasons_of, select
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.history.selection import RunSelection
+from backhaul_server.dashboard.http.dashboard_state import DashboardState
 from backhaul_server.dashboard.http.error_answers import MISSING
 from backhaul_server.dashboard.http.paging import cursor_of, read_cursor
 from backhaul_server.dashboard.http.parameters import (
@@ -28,7 +29,6 @@ from backhaul_server.dashboard.http.parameters import (
     Sort,
     Steps,
 )
-from backhaul_server.dashboard.http.sources import Sources
 from backhaul_server.dashboard.schemas.pages import RunPage
 from backhaul_server.dashboard.schemas.runs import RunSeries, RunSummary
 from backhaul_server.dashboard.schemas.segments import SegmentList
@@ -64,7 +64,7 @@ class SegmentSelection:
 ShownSegments = Annotated[SegmentSelection, Depends()]
 
 
-def add_run_routes(app: FastAPI, sources: Sources) -> None:
+def add_run_routes(app: FastAPI, state: DashboardState) -> None:
     """Adds the routes to the application."""
 
     @app.get("/api/v1/timeline", tags=["steps and segments"], responses=MISSING)
@@ -79,11 +79,11 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         Times of trainers whose clocks can be compared with the dashboard's are converted to it. `runs` and `workers`
         have the largest error of each.
         """
-        newest = sources.watch.trainers.newest()
-        asked: list[TrainerRun | None] = await sources.asked(runs or filter(None, [run]))
+        newest = state.watch.trainers.newest()
+        asked: list[TrainerRun | None] = await state.asked(runs or filter(None, [run]))
         if not asked and newest is not None:
             asked = [newest]
-        aligned = [(known, sources.watch.alignment(known)) for known in asked if known is not None]
+        aligned = [(known, state.watch.alignment(known)) for known in asked if known is not None]
         return timeline(aligned, steps, within, asked.count(None))
 
     @app.get("/api/v1/timeline/trace", tags=["steps and segments"], responses=MISSING)
@@ -104,7 +104,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
 
         Its traceEvents can be merged with torch.profiler's.
         """
-        known = sources.run_or_newest(run)
+        known = state.run_or_newest(run)
         if known is None:
             raise HTTPException(404, "no trainer has reported a step yet: train with a session on one of the workers")
         shown = last_steps(known, steps)
@@ -121,7 +121,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         limit: Annotated[int, Query(ge=1, le=1_000, description="Rows at most", examples=[100])] = 100,
     ) -> SegmentList:
         """The cost of each segment, the place of its recomputation, and the reason for it."""
-        tables, note = await sources.tables(shown.runs)
+        tables, note = await state.tables(shown.runs)
         rows = shown.of(tables)
         return segment_list(rows[offset : offset + limit], len(rows), reasons_of(tables), offset, limit, note)
 
@@ -133,7 +133,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
     )
     async def segments_csv(shown: ShownSegments) -> CsvResponse:
         """All rows of the table of segments, for spreadsheets."""
-        tables, _ = await sources.tables(shown.runs)
+        tables, _ = await state.tables(shown.runs)
         name = f"backhaul-segments-{shown.runs[0]}.csv" if shown.runs else "backhaul-segments.csv"
         headers = {"Content-Disposition": f'attachment; filename="{name}"'}
         return CsvResponse(_lines(shown.of(tables)), headers=headers)
@@ -154,7 +154,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         wanted = RunSelection(limit + 1, query, tag)
         if cursor:
             wanted = replace(wanted, before=read_cursor(cursor))
-        listed, total = await sources.runs(wanted)
+        listed, total = await state.runs(wanted)
         items = listed[:limit]
         following = cursor_of(items[-1].started_at_s, items[-1].run) if len(listed) > limit else None
         return RunPage(items=items, total=total, next=following)
@@ -162,7 +162,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
     @app.get("/api/v1/runs/{run}", tags=["runs"], responses=MISSING)
     async def one_run(run: RunOfPath) -> RunSummary:
         """One run, as the list of runs has it."""
-        return await sources.run_by_id(run)
+        return await state.run_by_id(run)
 
     @app.get("/api/v1/runs/{run}/steps", tags=["runs"], responses=MISSING)
     async def steps(
@@ -171,7 +171,7 @@ def add_run_routes(app: FastAPI, sources: Sources) -> None:
         points: Annotated[int, Query(ge=1, le=10_000, description="At most", examples=[400])] = 400,
     ) -> RunSeries:
         """The steps of a run over time: duration, the trainer's peak memory, moved bytes and loss."""
-        return await sources.series(run, points, within)
+        return await state.series(run, points, within)
 
 
 async def _lines(rows: Iterable[Row]) -> AsyncIterator[str]:

@@ -13,17 +13,17 @@ from backhaul_server.dashboard.metrics.definitions import BUCKETS_S, METRICS, Hi
 class MetricsSnapshot(Collector):
     """All samples at the time of construction, so that another thread can format them while the watch changes."""
 
-    def __init__(self, source: Watch) -> None:
-        self._families = [_family(definition, source) for definition in METRICS]
+    def __init__(self, watch: Watch) -> None:
+        self._families = [_family(definition, watch) for definition in METRICS]
 
     def collect(self) -> Iterator[Metric]:
         """Yields the metrics; called by prometheus_client."""
         return iter(self._families)
 
 
-def _family(definition: MetricDefinition, source: Watch) -> Metric:
+def _family(definition: MetricDefinition, watch: Watch) -> Metric:
     name, text, labels = definition.name, definition.help, definition.labels
-    samples = definition.read(source)
+    samples = definition.read(watch)
     if definition.kind == "histogram":
         durations = HistogramMetricFamily(name, text, labels=labels)
         for values, value in samples:

@@ -19,33 +19,33 @@ class Schema(BaseModel):
     model_config = ConfigDict(json_schema_serialization_defaults_required=True)
 
     @classmethod
-    def of(cls, *sources: object, **given: object) -> Self:
-        """Returns an answer with the given fields. All other fields come from the first source that has them.
+    def of(cls, *objects: object, **given: object) -> Self:
+        """Returns an answer with the given fields. All other fields come from the first object that has them.
 
-        `duration_ms` also comes from `duration_s`, in seconds. A field that no source has, or that is optional in a
+        `duration_ms` also comes from `duration_s`, in seconds. A field that no object has, or that is optional in a
         message of protobuf and not set, has its default or None. Raises ValidationError if its type forbids None.
 
         Args:
-            sources: Objects or messages with fields of the same names; None counts as one without fields.
+            objects: Objects or messages with fields of the same names; None counts as one without fields.
             given: Fields that are not copied.
         """
         for name in cls.model_fields.keys() - given.keys():
-            value = _field_of(sources, name)
+            value = _field_of(objects, name)
             if value is not None or cls.model_fields[name].is_required():
                 given[name] = value
         return cls(**given)
 
 
-def _field_of(sources: Iterable[object], name: str) -> object:
-    for source in sources:
-        if (value := getattr(source, name, None)) is not None:
-            is_unset = isinstance(source, Message) and _is_optional(source, name) and not source.HasField(name)
+def _field_of(objects: Iterable[object], name: str) -> object:
+    for one in objects:
+        if (value := getattr(one, name, None)) is not None:
+            is_unset = isinstance(one, Message) and _is_optional(one, name) and not one.HasField(name)
             # Protobuf's maps have no order of their own.
             return None if is_unset else dict(sorted(value.items())) if isinstance(value, Mapping) else value
-        if name.endswith("_ms") and (value := getattr(source, f"{name[:-2]}s", None)) is not None:
+        if name.endswith("_ms") and (value := getattr(one, f"{name[:-2]}s", None)) is not None:
             return 1e3 * value
     return None
 
 
-def _is_optional(source: Message, name: str) -> bool:
-    return bool(source.DESCRIPTOR.fields_by_name[name].has_presence)
+def _is_optional(message: Message, name: str) -> bool:
+    return bool(message.DESCRIPTOR.fields_by_name[name].has_presence)

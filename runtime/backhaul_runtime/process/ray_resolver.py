@@ -1,12 +1,12 @@
-"""The source `ray:NAME`: the workers of a fleet in a Ray cluster. Imports neither Ray nor torch.
+"""The resolver `ray:NAME`, which names the workers of a fleet in a Ray cluster. Imports neither Ray nor torch.
 
 NOTE [Follower]
 1. Another process asks Ray. Ray ends each process that has joined a cluster about a minute after the cluster's head is
    lost. It also takes over the handler of SIGTERM, and lets no process join a second time. None of that may happen to a
    training program.
 2. The process is asked by a message, and answers with one. It ends when its connection to the trainer is closed.
-3. The first look waits as long as Ray may take to join, and later looks for a moment only: the thread that looks has
-   other sources. An answer that comes later is the answer to the next look.
+3. The first call waits as long as Ray may take to join, and later ones for a moment only: the calling thread has
+   other resolvers. An answer that comes later is the answer to the next call.
 4. If the process ends, another one is started, at most once in `RESTART_S`, because importing Ray takes seconds of
    computing time.
 """
@@ -30,15 +30,15 @@ NEXT_ANSWER_S = 2.0
 RESTART_S = 10.0
 
 
-class RaySource:
+class RayResolver:
     """The workers of a fleet. Their certificates must have the fleet's name.
 
     Args:
-        text: The source as the user wrote it.
+        text: The resolver as the user wrote it.
         name: The name of the fleet.
 
     Attributes:
-        text: The source as the user wrote it.
+        text: The resolver as the user wrote it.
         is_fixed: False, for workers join and leave the fleet.
     """
 
@@ -53,8 +53,8 @@ class RaySource:
         self._is_asked = self._has_answered = self._is_closed = False
         self._trouble = ""
 
-    def look(self) -> list[Address]:
-        """Asks Ray. See `AddressSource.look`."""
+    def resolve(self) -> list[Address]:
+        """Asks Ray. See `Resolver.resolve`."""
         try:
             answer = self._ask()
         except (EOFError, OSError):
@@ -67,7 +67,7 @@ class RaySource:
         return [replace(parse_address(text), verified_name=self._name) for text in answer["addresses"]]
 
     def close(self) -> None:
-        """Ends the process that asks Ray, and lets no later look start another one."""
+        """Ends the process that asks Ray, and lets no later call start another one."""
         self._is_closed = True
         self._end()
 
@@ -87,7 +87,7 @@ class RaySource:
         """
         if self._process is None:
             if self._is_closed:
-                return {"trouble": "The source is closed"}
+                return {"trouble": "The resolver is closed"}
             if monotonic() < self._started_at_s + RESTART_S:  # Rule 4
                 return {"trouble": self._trouble}
             self._start()

@@ -152,10 +152,10 @@ def _paths(package: str) -> Iterator[tuple[Path, Path]]:
 def _compiled(path: str, digest: str) -> Sequence[CodeType]:
     """Returns all code of a Python file, in an order that its contents decide; none if its digest is another by now."""
     try:
-        source = Path(path).read_bytes()
+        text = Path(path).read_bytes()
         with warnings.catch_warnings(action="ignore"):  # whoever imported the file has seen them
-            is_same = xxhash.xxh3_128_hexdigest(source) == digest
-            codes = [compile(source, path, "exec", dont_inherit=True)] if is_same else []
+            is_same = xxhash.xxh3_128_hexdigest(text) == digest
+            codes = [compile(text, path, "exec", dont_inherit=True)] if is_same else []
     except (OSError, SyntaxError, ValueError):
         return ()
     for code in codes:

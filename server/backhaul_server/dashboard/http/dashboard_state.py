@@ -1,4 +1,4 @@
-"""What the routes read: the collected records, and the history."""
+"""What the routes read: what the dashboard has collected, and the history."""
 
 import time
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ _TOLD_LATELY_S = 60.0
 
 
 @dataclass(frozen=True)
-class Sources:
+class DashboardState:
     """The objects that routes read from."""
 
     watch: Watch

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from backhaul_runtime.program.custom.code_files import package_state, place_of
 from backhaul_runtime.program.custom.code_identity import CodeIdentity
 from backhaul_runtime.program.custom.names import OfferedNames
-from backhaul_runtime.program.custom.source_files import package_state, place_of
 
 CODE = """
 import torch

@@ -36,7 +36,7 @@ class FakeTrainers:
 
 
 @dataclass
-class FakeSource:
+class FakeWatch:
     """See `Watch`."""
 
     workers: list[FakeWorker] = field(default_factory=list)
@@ -44,7 +44,7 @@ class FakeSource:
     events: EventLog = field(default_factory=EventLog)
 
     @property
-    def watch(self) -> Watch:
+    def as_watch(self) -> Watch:
         """This fake, for what reads a watch."""
         return cast(Watch, self)
 
