@@ -111,10 +111,20 @@ def kept_and_sent(answer: Answer) -> None:
     answer.result.contributions[2].kept = True
 
 
+def kept_beside_one_that_was_sent(answer: Answer) -> None:
+    """Of the two contributions of source 0 the first stays, so the second is the first view."""
+    answer.result.contributions[0].ClearField("view")
+    answer.result.contributions[0].kept = True
+    del answer.tensors[0]
+    for contribution in answer.result.contributions[1:4]:
+        contribution.view.tensor -= contribution.view.tensor > 0
+
+
 WRONG = [
     *(of_position, of_tensor, of_no_tensor, without_a_view, without_a_contribution, with_one_more, of_another_source),
     *(in_another_order, of_another_shape, of_another_dtype, outside_its_tensor),
     *(of_an_impossible_layout, with_a_tensor_for_nothing, kept_unasked, kept_and_sent),
+    kept_beside_one_that_was_sent,
 ]
 
 
@@ -123,13 +133,14 @@ def test_an_answer_to_something_else_is_refused(change: Callable[[Answer], None]
     answer = Answer()
     change(answer)
     with pytest.raises(TransferError):
-        answer.read(slots=(1,))
+        answer.read(slots=(0, 1))
 
 
 def test_a_sum_is_one_gradient() -> None:
     answer = Answer()
     with pytest.raises(TransferError, match="but their sum was requested"):
         answer.read(summed=(0,))
+    assert answer.read(summed=(1, 2))[2] is not None
     answer.result.contributions[1].ClearField("view")
     del answer.tensors[1]
     for contribution in answer.result.contributions[2:4]:

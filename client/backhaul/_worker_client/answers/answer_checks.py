@@ -53,33 +53,30 @@ def contributions_in(
     used = [source for source, _ in due]
     if sources != used:  # contributions are added in this order, so another one would give other bits
         raise TransferError(f"the answer has gradients for the sources {sources}, one per use, but forward used {used}")
+    stayed = {contribution.source for contribution in result.contributions if contribution.kept}
+    # A gradient that stays where no later message adds it would be missing from the sum.
+    if forbidden := stayed.difference(slots):
+        raise TransferError(f"the worker kept gradients of the sources {sorted(forbidden)}, which was not allowed")
+    sent = {contribution.source for contribution in result.contributions if contribution.HasField("view")}
+    # The trainer adds those that were sent at once, but those that were kept later: another order, other bits. One that
+    # is both sent and kept would be added twice.
+    if stayed & sent:
+        raise TransferError(f"the worker kept some gradients of the sources {sorted(stayed & sent)}, and sent others")
     views: list[View] = []
-    for index, contribution in enumerate(result.contributions):
-        if not contribution.HasField("view"):
-            # A gradient that stays where no later message adds it would be missing from the sum.
-            if contribution.kept and contribution.source not in slots:
-                raise TransferError(
-                    f"the worker kept a gradient of source {contribution.source}, which was not allowed"
-                )
+    for index, (contribution, before) in enumerate(zip(result.contributions, [None, *sources[:-1]], strict=True)):
+        if not contribution.HasField("view"):  # it stayed, or its use has no gradient
             continue
-        # A gradient that is both sent and kept would be added twice.
-        if contribution.kept or contribution.view.position != index:
-            raise TransferError(
-                f"contribution {index} has the number {contribution.view.position}"
-                + (", and is said to be kept" if contribution.kept else "")
-            )
+        # The gradient of another use is added at another place, or belongs to another source.
+        if contribution.view.position != index:
+            raise TransferError(f"contribution {index} has the number {contribution.view.position}")
         # A second gradient beside the sum would be added twice. Those of a source follow each other.
-        if contribution.source in summed and index and sources[index - 1] == contribution.source:
+        if contribution.source in summed and contribution.source == before:
             raise TransferError(f"source {contribution.source} has two contributions, but their sum was requested")
         views.append(decode_view(contribution.view))
-    both = {c.source for c in result.contributions if c.kept} & {
-        c.source for c in result.contributions if c.HasField("view")
-    }
-    if both:  # the trainer adds those that were sent at once, but those that were kept later: another order, other bits
-        raise TransferError(f"the worker kept some gradients of the sources {sorted(both)}, and sent others")
     gradients = _unbundled(tensors, views)
     for index, gradient in gradients.items():
         source, layout = due[index]
+        # Autograd would sum or cast another gradient until it fits, instead of raising an error.
         is_there = gradient.device.type == layout.device or not gradient.dim()
         if (gradient.dtype, tuple(gradient.shape)) != (layout.dtype, layout.shape) or not is_there:
             raise TransferError(
