@@ -18,7 +18,7 @@ from backhaul._worker_client.answers.uncollected_gradients import UncollectedGra
 from backhaul._worker_client.remote_segment import SavedSegment
 from conftest import QUIET, wait_until
 from support.bits import Checkpoint, differing, grad_of, plainly
-from support.blocks import BLOCKING, KINDS, SEGMENTS, WIDTH, Model, as_in_a_loop, loop, take_last, train, trained
+from support.blocks import BLOCKING, DIVIDED, SEGMENTS, WIDTH, Model, as_in_a_loop, loop, take_last, train, trained
 from support.devices import NO_SPARSE, on_the_host
 from support.processes import WorkerProcess
 
@@ -38,12 +38,48 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*DIVIDED, *BLOCKING])
 def test_gradients_are_those_of_the_loop(session: Session, kind: str) -> None:
     assert differing(trained(session, kind=kind), train(plainly, kind=kind)) == []
-    blocked = {reason for segment in session.report().segments for reason in segment.blocked}
+    blocked = [reason for segment in session.report().segments for reason in segment.blocked]
     assert bool(blocked) == (kind in BLOCKING)
+    assert all(reason.startswith(BLOCKING[kind]) for reason in blocked), blocked
     assert session.report().fallbacks == 0
+
+
+def test_a_loss_that_a_segment_returns(session: Session) -> None:
+    def gradients(checkpoint: Checkpoint, accumulate: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(8, WIDTH)
+        with accumulate() as block:
+            for _ in range(2):
+                block.backward(checkpoint(lambda: linear(x).tanh().square().mean()))
+        return [parameter.grad for parameter in linear.parameters()]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly, loop)) == []
+    blocked = {reason for segment in session.report().segments for reason in segment.blocked}
+    assert blocked == {"the loss is itself the output of a segment"}
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_what_was_made_before_the_block(session: Session, *, is_hooked: bool) -> None:
+    """The block does not know of the hook, which must be called once all the same."""
+
+    def gradients(checkpoint: Checkpoint, accumulate: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        linear, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        weight = linear.weight.t()
+        y = checkpoint(lambda x: linear(x).tanh(), torch.randn(8, WIDTH))
+        if is_hooked:
+            weight.register_hook(lambda gradient: gradient * 2)
+        with accumulate() as block:
+            block.backward((y @ weight if is_hooked else head(y)).square().mean())
+        return [parameter.grad for parameter in (*linear.parameters(), *head.parameters())]
+
+    assert differing(gradients(session.checkpoint, session.accumulate), gradients(plainly, loop)) == []
+    blocked = [reason for segment in session.report().segments for reason in segment.blocked]
+    made_before = "a tensor computed from a parameter of a segment has a hook, or was made before the block"
+    assert blocked == [made_before] * is_hooked
 
 
 @pytest.mark.slow

@@ -90,38 +90,45 @@ class Model(nn.Module):
                 y = y + first
         if self.kind == "skip around":
             y = y + first
+        if self.kind == "operation that skips around":
+            y = y + first.sin()
         if self.kind == "scale of the last boundary":
             y = y * self.scale * self.linears[0].bias
         if self.kind == "hook between the head and its tied weight":
             weight = self.head.weight.t()
             weight.register_hook(lambda gradient: gradient * 2)
             return (y @ weight).square().mean()
+        if self.kind == "hook in the head":
+            weight = self.head.weight.t()
+            weight.register_hook(lambda gradient: gradient * 2)
+            y = y @ weight
         return self.head(y).square().mean() + auxiliary
 
 
-KINDS = [
+DIVIDED = [
     "plain",
     "tied to the head",
-    "hook between the head and its tied weight",
     "tied segments",
     "hooks on parameters",
+    "hook in the head",
     "BatchNorm",
     "frozen",
-    "operations between",
-    "auxiliary loss",
     "hook on a boundary",
-    "skip",
-    "skip around",
-    "scale of the last boundary",
 ]
+"""The kinds whose segments run their backward while the trainer goes on."""
+
+_USED_AFTERWARDS = "a tensor that a segment takes or returns is used after the last segment as well"
+_WEIGHT_USED_AFTERWARDS = "an operation after the last segment uses a parameter of a segment"
 BLOCKING = {
-    "hook between the head and its tied weight",
-    "operations between",
-    "auxiliary loss",
-    "skip",
-    "skip around",
-    "scale of the last boundary",
+    "hook between the head and its tied weight": "a tensor computed from a parameter of a segment has a hook",
+    "operations between": _WEIGHT_USED_AFTERWARDS,
+    "auxiliary loss": _USED_AFTERWARDS,
+    "skip": _USED_AFTERWARDS,
+    "skip around": _USED_AFTERWARDS,
+    "operation that skips around": _USED_AFTERWARDS,
+    "scale of the last boundary": _WEIGHT_USED_AFTERWARDS,
 }
+"""The kinds whose backward does not wait for the worker, each with the beginning of the reason."""
 
 
 def train(

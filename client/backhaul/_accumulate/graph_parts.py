@@ -146,20 +146,10 @@ def _parts(
     if any(target != chain[0].target and target[0] not in sides for target in crossing):
         raise Refusal("a tensor that a segment takes or returns is used after the last segment as well")
     # Autograd calls a tensor's hooks where a gradient ends and where one begins: twice where the head is interrupted.
+    # A node from before the block may have hooks that the block does not know. A graft with hooks is in no chain.
     if any(node in sides and (node in hooked or sequence_number(node) < since) for node, _ in crossing):
         raise Refusal("a tensor computed from a parameter of a segment has a hook, or was made before the block")
-    if any(map(reads_running_statistics, below)):  # Rule 6
-        raise Refusal(
-            "a batch norm before the last segments is in eval mode, and another call may change what it reads"
-        )
-    # Rule 5: collectives of the tail would come later than on a rank that does not divide its graph.
-    if _has_ranks() and any(node in hooked or _may_communicate(node) for node in below):
-        raise Refusal(
-            "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
-            "communicate, which all ranks must do in the same order"
-        )
-    if any(map(_may_read_state, below)):  # Rule 7
-        raise Refusal("a custom function before the last segments may read what changes before it runs")
+    _check_may_wait(below, hooked)
     by_part = [
         [(sequence_number(node), target) for node in head for target in _targets(node)],
         [(edges.numbers[index], target) for edges in chain for index, target in edges.contributions],
@@ -172,14 +162,33 @@ def _parts(
         head=[*crossing, *[target for target in leaves if target[0] in through]],
         sides=[target for target in crossing if target[0] in sides],
         shared=list(shared),
+        # Not the targets inside the chain, where the tail would otherwise begin once more if the trainer has computed
+        # the chain, and no leaves, which have no backward.
         roots=[
             target for target in {target for _, target in by_part[1]} if target[0] in below and target not in leaves
         ],
+        # Gradients of other targets would all be kept until the end of the tail.
         tail=[target for target in {target for _, target in by_part[2]} if target in leaves],
         leaves=leaves,
         frames=frames,
         may_reuse=_may_reuse(everything, hooked, since),
     )
+
+
+def _check_may_wait(tail: Set[Node], hooked: Set[Node]) -> None:
+    """Raises Refusal if a node of the tail must not run later than in a loop without a block."""
+    if any(map(reads_running_statistics, tail)):  # Rule 6
+        raise Refusal(
+            "a batch norm before the last segments is in eval mode, and another call may change what it reads"
+        )
+    # Rule 5: collectives of the tail would come later than on a rank that does not divide its graph.
+    if _has_ranks() and any(node in hooked or _may_communicate(node) for node in tail):
+        raise Refusal(
+            "in distributed training a custom function, a hook or a tensor subclass before the last segments may "
+            "communicate, which all ranks must do in the same order"
+        )
+    if any(map(_may_read_state, tail)):  # Rule 7
+        raise Refusal("a custom function before the last segments may read what changes before it runs")
 
 
 def _may_read_state(node: Node) -> bool:

@@ -24,7 +24,7 @@ from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
-from backhaul._worker_client.upload.backward_chains import Predecessor
+from backhaul._worker_client.upload.backward_chains import Predecessor, SpeculationHistory
 from backhaul._worker_client.upload.segment_upload import SegmentUpload, SourceTensor
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.process.fingerprint import DECISIVE, differences, fingerprint, fingerprint_with_host
@@ -201,9 +201,11 @@ class Dispatcher:
             raise pending.refusal
         device = next(iter(recording.accelerators), torch.device("cpu"))
         self._follow(device)
+        # A program does not say which accelerator its ops ran on: the worker would move all tensors to its own.
         if len(recording.accelerators) > 1:
             raise Refusal("its tensors are on several accelerators, but a worker uses only one")
         target = pending.target
+        # If the worker has restarted since, it no longer has what was sent before the call.
         was_sent = target is not None and target[0].connection.up is target[1]
         worker, worker_session, number = target if target is not None and was_sent else self._next_target()
         mismatch = self._differences(
@@ -212,51 +214,28 @@ class Dispatcher:
             device,
             computes_on_host=recording.computes_on_host,
         )
-        # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
-        # they may also draw another mask or choose another maximum, which is another function.
-        if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
-            other = f"the worker {worker.connection.name} computes other bits than this trainer: {_in_words(mismatch)}"
-            raise Refusal(recording.unrecorded_choices or other)
-        need = segment.program.execution_bytes([source.layout.gradient_bytes for source in recording.sources])
-        total = need + sum(source.layout.span_bytes for source in recording.sources)
-        if total > worker_session.budget_bytes:
-            raise Refusal(
-                f"it needs {total} bytes on the worker, but the budget is {worker_session.budget_bytes}: start the "
-                "worker with more --memory, or make the segment smaller"
-            )
-        if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
-            raise Refusal(f"{reason}, says the worker {worker.connection.name}")
+        _check_suitable(segment, worker.connection.name, worker_session, mismatch)
         # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
         known, superseded = site.learn(segment.program, recording, tensors, pending.arguments, pending.fn)
         sources = [
             self._may_be_freed(worker, worker_session, source, tensor)
-            if may_be_freed(tensor) and not source.is_copy
+            if may_be_freed(tensor) and not source.is_copy  # FSDP does not free the recorder's copies
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
         save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
         save.wants_projections = bool(mismatch)
         save.superseded = superseded
-        # The worker can predict the gradient of a predecessor's output only if it computes that gradient itself.
-        bytes_per_s = worker.uploader.sender.bytes_per_s
         earlier, site.forward = site.forward, forward
-        forward_s = known_s(forward, earlier) or 0.0
+        # Other kernels would derive other bits, and without copies nobody could send what the worker failed to derive.
         may_derive = site.speculation.can_derive and not mismatch and call.options.durability != "none"
-        save.predecessors = [
-            Predecessor(
-                site.speculation,
-                source,
-                weakref.ref(before.remote),
-                output,
-                layout if may_derive and self._should_derive(layout, bytes_per_s, forward_s) else None,
-            )
-            for source, before, output in segment.predecessors
-            if isinstance(before.remote, SavedSegment)
-            and before.remote.worker_session is worker_session
-            and site.speculation.should_speculate(source)
-            and (layout := recording.sources[source].layout)
-        ]
+        bytes_per_s, forward_s = worker.uploader.sender.bytes_per_s, known_s(forward, earlier) or 0.0
+
+        def derives(layout: Layout) -> bool:
+            return may_derive and self._should_derive(layout, bytes_per_s, forward_s)
+
+        save.predecessors = _predecessors(segment, worker_session, site.speculation, derives)
         here = {predecessor.source for predecessor in save.predecessors}
         save.boundaries = [source for source, *_ in segment.predecessors if source not in here]
         # Without predecessors it begins a part of the chain. Its next call need not, if the trainer's share changes.
@@ -436,6 +415,62 @@ class Dispatcher:
                 self._placement.backward()
             self._sites.keep(site)
             return worker.upcoming(number)
+
+
+def _check_suitable(
+    segment: RecordedSegment, worker: str, worker_session: WorkerSession, mismatch: Mapping[str, tuple[str, str]]
+) -> None:
+    """Raises Refusal if a worker can't recompute a segment.
+
+    Args:
+        segment: The segment as it was recorded in forward.
+        worker: The name of the worker.
+        worker_session: The worker session that would get the segment.
+        mismatch: Why the worker computes other bits than the trainer; empty if it does not.
+    """
+    recording = segment.call.recording
+    # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
+    # they may also draw another mask or choose another maximum, which is another function.
+    if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
+        other = f"the worker {worker} computes other bits than this trainer: {_in_words(mismatch)}"
+        raise Refusal(recording.unrecorded_choices or other)
+    # The worker itself refuses what exceeds its budget or is not allowed, but only after the tensors were sent.
+    need = segment.program.execution_bytes([source.layout.gradient_bytes for source in recording.sources])
+    total = need + sum(source.layout.span_bytes for source in recording.sources)
+    if total > worker_session.budget_bytes:
+        raise Refusal(
+            f"it needs {total} bytes on the worker, but the budget is {worker_session.budget_bytes}: start the "
+            "worker with more --memory, or make the segment smaller"
+        )
+    if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
+        raise Refusal(f"{reason}, says the worker {worker}")
+
+
+def _predecessors(
+    segment: RecordedSegment,
+    worker_session: WorkerSession,
+    speculation: SpeculationHistory,
+    derives: Callable[[Layout], bool],
+) -> list[Predecessor]:
+    """Returns the predecessors of a segment with whose backward the worker may continue.
+
+    Args:
+        segment: The segment as it was recorded in forward.
+        worker_session: The worker session that gets the segment.
+        speculation: The history of the segment's call site.
+        derives: Whether the worker should compute a boundary of this layout from the segment before it.
+    """
+    predecessors = []
+    for source, before, output in segment.predecessors:
+        remote = before.remote
+        # A worker can predict the gradient of a predecessor's output only if it has the predecessor.
+        if not isinstance(remote, SavedSegment) or remote.worker_session is not worker_session:
+            continue
+        if speculation.should_speculate(source):
+            layout = segment.call.recording.sources[source].layout
+            derived = layout if derives(layout) else None
+            predecessors.append(Predecessor(speculation, source, weakref.ref(remote), output, derived))
+    return predecessors
 
 
 def _advice(mismatch: Mapping[str, tuple[str, str]]) -> str:
