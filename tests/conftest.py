@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import re
 import sys
 import threading
 import time
@@ -64,10 +65,14 @@ WHOLE_FOLDERS = ("browser", "libraries")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Imports no tests of a folder that the command deselects: what they import takes seconds in each process."""
-    if collection_path.parent != Path(__file__).parent or collection_path.name not in WHOLE_FOLDERS:
-        return None
-    return True if f"not {collection_path.name}" in config.option.markexpr else None
+    """Imports no tests that the command deselects as a folder or as a module: importing them takes seconds."""
+    markers: list[str] = []
+    if collection_path.parent == Path(__file__).parent and collection_path.name in WHOLE_FOLDERS:
+        markers = [collection_path.name]
+    elif collection_path.name.startswith("test_") and collection_path.suffix == ".py":
+        marks = re.search(r"^pytestmark = (.*)", collection_path.read_text(), re.MULTILINE)
+        markers = re.findall(r"pytest\.mark\.(\w+)", marks[1]) if marks else []
+    return True if any(f"not {marker} " in f"{config.option.markexpr} " for marker in markers) else None
 
 
 @pytest.fixture(autouse=True)

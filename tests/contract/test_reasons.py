@@ -3,14 +3,13 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/on-the-trainer.md"
-MODULES = [path for folder in ("client/backhaul", "runtime/backhaul_runtime") for path in (ROOT / folder).rglob("*.py")]
-TREES = {path: parsed(path) for path in MODULES}
 
 CALLS = {
     "Refusal",
@@ -48,19 +47,23 @@ TABLES = {"_MEANINGS"}
 """Dictionaries whose values are parts of a reason."""
 
 
+def trees() -> list[ast.Module]:
+    """The modules that reasons come from."""
+    folders = ROOT / "client/backhaul", ROOT / "runtime/backhaul_runtime"
+    return [parsed(path) for folder in folders for path in folder.rglob("*.py")]
+
+
+@cache
 def constants() -> dict[str, str]:
     """The texts that modules give a name, which f-strings and calls use."""
     return {
         target.id: node.value.value
-        for tree in TREES.values()
+        for tree in trees()
         for node in tree.body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-
-
-CONSTANTS = constants()
 
 
 def text_of(node: ast.expr) -> str:
@@ -69,11 +72,11 @@ def text_of(node: ast.expr) -> str:
         case ast.Constant(value=str(text)):
             return text
         case ast.Name(id=name):
-            return CONSTANTS.get(name, "")
+            return constants().get(name, "")
         case ast.JoinedStr(values=values):
             return re.sub("…+", "…", "".join(text_of(value) or "…" for value in values))
         case ast.FormattedValue(value=ast.Name(id=name)):
-            return CONSTANTS.get(name, "…")
+            return constants().get(name, "…")
         case _:
             return ""
 
@@ -114,7 +117,7 @@ def reasons_of(node: ast.AST) -> Iterator[str]:
 
 def reasons() -> set[str]:
     """Every reason in the code, with an ellipsis for what differs from case to case."""
-    return {text for tree in TREES.values() for node in ast.walk(tree) for text in reasons_of(node)}
+    return {text for tree in trees() for node in ast.walk(tree) for text in reasons_of(node)}
 
 
 def listed() -> set[str]:

@@ -1,18 +1,21 @@
 """What holds for all threads: methods say which thread runs them, and locks are safe from Ctrl-C."""
 
 import ast
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
-MODULES = {
-    str(path.relative_to(ROOT)): parsed(path)
-    for folder in ("client", "runtime", "server")
-    for path in (ROOT / folder).rglob("*.py")
-}
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {
+        str(path.relative_to(ROOT)): parsed(path)
+        for folder in ("client", "runtime", "server")
+        for path in (ROOT / folder).rglob("*.py")
+    }
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
@@ -30,22 +33,21 @@ def targets(module: ast.Module) -> dict[str, str]:
     return names
 
 
-TARGETS = {module: of_threads for module, tree in MODULES.items() if (of_threads := targets(tree))}
-
-
-def test_threads_are_found() -> None:
-    assert sum(map(len, TARGETS.values())) >= 8
-
-
-@pytest.mark.parametrize("module", TARGETS)
-def test_what_a_thread_runs_asserts_the_thread(module: str) -> None:
-    checked = {
-        node.name: [ast.unparse(decorator) for decorator in node.decorator_list]
-        for node in ast.walk(MODULES[module])
-        if isinstance(node, ast.FunctionDef)
-    }
-    for method, thread in TARGETS[module].items():
-        assert f"only_in({thread!r})" in checked[method]
+def test_what_a_thread_runs_asserts_the_thread() -> None:
+    found, offenders = 0, []
+    for path, module in modules().items():
+        decorators = {
+            node.name: [ast.unparse(decorator) for decorator in node.decorator_list]
+            for node in ast.walk(module)
+            if isinstance(node, ast.FunctionDef)
+        }
+        of_threads = targets(module)
+        found += len(of_threads)
+        offenders += [
+            (path, method) for method, thread in of_threads.items() if f"only_in({thread!r})" not in decorators[method]
+        ]
+    assert found >= 8
+    assert offenders == []
 
 
 UNSAFE = {
@@ -79,7 +81,7 @@ def test_a_lock_whose_exit_is_python_is_found() -> None:
 def test_no_training_thread_takes_a_lock_whose_exit_is_python() -> None:
     offenders = {
         path: names
-        for path, module in MODULES.items()
+        for path, module in modules().items()
         if path.startswith(("client/", "runtime/")) and (names := unsafe(module))
     }
     assert offenders == {}

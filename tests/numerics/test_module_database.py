@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_modules import module_db
 
 from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
@@ -26,6 +25,8 @@ CHUNKS = 8
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.filterwarnings("ignore")
 def test_every_module_of_torchs_database(chunk: int, returns: str, subtests: pytest.Subtests) -> None:
+    from torch.testing._internal.common_modules import module_db  # takes a second in a process that only collects
+
     for info in module_db[chunk::CHUNKS]:
         with subtests.test(info.name):
             check(info, returns)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.testing._internal.common_methods_invocations import op_db
 
 from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
@@ -20,7 +19,6 @@ NOT_COMPARED = {
 }
 """Ops of which no sample is compared, and why. All others must have one that is."""
 
-OPS = [info for info in op_db if info.supports_autograd]
 CHUNKS = 16
 """The database is one test, divided so that processes can share it."""
 
@@ -29,7 +27,11 @@ CHUNKS = 16
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 @pytest.mark.filterwarnings("ignore")
 def test_every_op_of_torchs_database(chunk: int, subtests: pytest.Subtests) -> None:
-    for info in OPS[chunk::CHUNKS]:
+    from torch.testing._internal.common_methods_invocations import (
+        op_db,
+    )  # takes a second in a process that only collects
+
+    for info in [info for info in op_db if info.supports_autograd][chunk::CHUNKS]:
         name = f"{info.name}.{info.variant_test_name}"
         with subtests.test(name):
             assert (check(info) == 0) == (name in NOT_COMPARED)
