@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from backhaul import Session
+from backhaul_runtime.program.custom.names import names
 from conftest import RETURNS
 from support.bits import Checkpoint
 from support.calls import TimesOne, one
+from support.loopback import Loopback
 from support.processes import WorkerProcess
 
 
@@ -23,6 +25,16 @@ def frozen(worker: WorkerProcess) -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def remote(request: pytest.FixtureRequest) -> Iterator[Loopback]:
+    """A worker without a wire, whose operator allows the modules that the test's module names in ALLOWED."""
+    loopback = Loopback(allow=request.module.ALLOWED)
+    names.denied.clear()
+    yield loopback
+    names.denied.clear()
+    assert loopback.changed() == []
 
 
 @pytest.fixture(params=[*RETURNS, "kept"])

@@ -1,7 +1,7 @@
 """A worker runs no custom autograd function whose backward would read something else there than on the trainer."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from backhaul import Decision
-from backhaul_runtime.program.custom.names import names
 from support import function_reads as reads
 from support.bits import plainly, same_bits
 from support.devices import on_the_host
@@ -39,14 +38,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 }
 
 
-@pytest.fixture
-def remote() -> Iterator[Loopback]:
-    """A worker without a wire whose operator allows the functions of the tests."""
-    loopback = Loopback(allow=["support.function_reads"])
-    names.denied.clear()
-    yield loopback
-    names.denied.clear()
-    assert loopback.changed() == []
+ALLOWED = ["support.function_reads"]
 
 
 def _body(name: str) -> Callable[[Tensor, Tensor], Tensor]:

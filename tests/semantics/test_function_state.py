@@ -1,7 +1,7 @@
 """Custom autograd functions whose backward depends on objects, settings and memory of others, without a wire."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,6 @@ from torch import Tensor
 from backhaul import Decision, ReplayError, SettingError
 from backhaul._backward.value_check import CheckpointError
 from backhaul_runtime.program.custom import adapters
-from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Composite, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.torch_internals import ambient_state
@@ -21,15 +20,7 @@ from support.bits import plainly, same_bits
 from support.function_calls import WIDTH, checkpointing, trained
 from support.loopback import Loopback
 
-
-@pytest.fixture
-def remote() -> Iterator[Loopback]:
-    """A worker without a wire whose operator allows the functions of the tests."""
-    loopback = Loopback(allow=["support.function_state", "support.function_values", "support.function_objects"])
-    names.denied.clear()
-    yield loopback
-    names.denied.clear()
-    assert loopback.changed() == []
+ALLOWED = ["support.function_state", "support.function_values", "support.function_objects"]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from backhaul import Decision, ReplayError
-from backhaul_runtime.program.custom.names import names
 from support import function_writes
 from support.bits import Checkpoint, plainly, same_bits
 from support.devices import on_the_host
@@ -18,12 +17,14 @@ from support.loopback import Loopback
 BY_NUMPY = on_the_host("NumPy sees no memory of a device")
 
 
+ALLOWED = ["support.function_writes"]
+
+
 @pytest.fixture
-def remote() -> Iterator[Loopback]:
-    """A worker without a wire whose operator allows the functions of the tests."""
-    names.denied.clear()
-    yield Loopback(allow=["support.function_writes"])
-    names.denied.clear()
+def remote(remote: Loopback) -> Iterator[Loopback]:
+    """The functions of these tests may write to what the worker was given."""
+    yield remote
+    remote.given.clear()
 
 
 def steps(function: Any, checkpoint: Checkpoint, *, is_last: bool = False, captures: bool = False) -> list[Any]:

@@ -1,7 +1,6 @@
 """Custom autograd functions by name, without a wire: every form is exact, on a worker or on the trainer."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from backhaul import Decision
 from backhaul._backward.value_check import CheckpointError
-from backhaul_runtime.program.custom.names import JoinedNames, OfferedNames, names
+from backhaul_runtime.program.custom.names import JoinedNames, OfferedNames
 from backhaul_runtime.program.program import Node, Program
 from backhaul_runtime.torch_internals.private import backward_class
 from support import functions
@@ -22,16 +21,6 @@ from support.functions import Scale
 from support.loopback import Loopback
 
 ALLOWED = ["support.functions"]
-
-
-@pytest.fixture
-def remote() -> Iterator[Loopback]:
-    """A worker without a wire whose operator allows the functions of the tests."""
-    loopback = Loopback(allow=ALLOWED)
-    names.denied.clear()
-    yield loopback
-    names.denied.clear()
-    assert loopback.changed() == []
 
 
 def decisions(remote: Loopback) -> set[Decision]:

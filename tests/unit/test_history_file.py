@@ -25,19 +25,33 @@ pytestmark = pytest.mark.usefixtures("quick_history")
 NOBODY = 65_534
 
 
-def test_only_its_owner_may_read_it(path: str) -> None:
+@contextmanager
+def begun(path: str) -> Iterator[History]:
+    """A history in which a first step is written."""
     with kept(path) as history:
         history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "the file is there")
+        wait_until(lambda: steps_of(history) == [1], "the step is written")
+        yield history
+
+
+@contextmanager
+def locked(path: str) -> Iterator[sqlite3.Connection]:
+    """A transaction of another process, which keeps the history from writing."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield other
+
+
+def test_only_its_owner_may_read_it(path: str) -> None:
+    with begun(path):
         assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
         assert {stat.S_IMODE(part.stat().st_mode) for part in Path(path).parent.iterdir()} == {0o600}
 
 
 def test_where_nothing_is_to_be_kept_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with kept(":memory:") as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is there while it lasts")
+    with begun(":memory:"):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,9 +93,7 @@ def test_a_file_that_is_damaged_while_open_is_named_and_done_without(path: str) 
 
 
 def test_a_run_with_settings_of_another_kind_is_named_and_done_without(path: str) -> None:
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
+    with begun(path) as history:
         with closing(sqlite3.connect(path)) as connection:
             connection.execute("UPDATE runs SET settings = '{\"returns\": [1]}'")
             connection.commit()
@@ -90,9 +102,7 @@ def test_a_run_with_settings_of_another_kind_is_named_and_done_without(path: str
 
 
 def test_a_file_that_is_moved_away_while_open_is_begun_anew(path: str) -> None:
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
+    with begun(path) as history:
         shutil.rmtree(Path(path).parent)
         history.put(report_of(step_of(2)))
         wait_until(lambda: steps_of(history) == [2], "it goes on in a new file")
@@ -119,9 +129,8 @@ def unprivileged() -> Iterator[Path]:
 def test_what_may_not_be_written_is_named_and_goes_on_when_it_may(part: str) -> None:
     with unprivileged() as folder:
         path = folder / "history.sqlite3"
-        with kept(str(path)) as history:
-            history.put(report_of(step_of(1)))
-            wait_until(lambda: steps_of(history) == [1], "it is written")
+        with begun(str(path)):
+            pass
         target, mode = (path, 0o400) if part == "file" else (folder, 0o500)
         before = path.read_bytes()
         target.chmod(mode)
@@ -156,9 +165,7 @@ def test_a_full_disk_is_named_and_what_came_meanwhile_is_written_when_there_is_r
     monkeypatch.setattr(History, "_reason", noted)
     caplog.set_level("INFO", "backhaul.dashboard")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
+    with begun(path) as history:
         resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
         try:
             history.put(report_of(*(step_of(number) for number in range(2, 500))))
@@ -182,9 +189,7 @@ def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pyte
 
     real: Callable[..., sqlite3.Connection] = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", connect)
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
+    with begun(path) as history:
         opened[0].execute("PRAGMA max_page_count = 1")  # the least is what it has
         history.put(report_of(*(step_of(number) for number in range(2, 500))))
         wait_until(lambda: "the disk is full: free some space" in history.error, "it says so")
@@ -196,11 +201,8 @@ def test_a_file_that_may_not_grow_can_still_be_read(path: str, monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+    with begun(path) as history:
+        with locked(path) as other:
             history.put(report_of(step_of(2)))
             wait_until(lambda: "is locked by another process" in history.error, "it says so")
             assert steps_of(history) == [1]  # reading needs no lock
@@ -211,15 +213,11 @@ def test_a_lock_is_waited_for_without_holding_up_anybody(path: str) -> None:
 
 @pytest.mark.slow
 def test_stop_ends_soon_also_while_the_file_is_held(path: str) -> None:
-    with kept(path) as history:
-        history.put(report_of(step_of(1)))
-        wait_until(lambda: steps_of(history) == [1], "it is written")
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            history.put(report_of(step_of(2)))
-            began_s = time.monotonic()
-            history.stop()
-            assert time.monotonic() - began_s < 30  # its second, and what a busy machine takes to say so
+    with begun(path) as history, locked(path):
+        history.put(report_of(step_of(2)))
+        began_s = time.monotonic()
+        history.stop()
+        assert time.monotonic() - began_s < 30  # its second, and what a busy machine takes to say so
 
 
 @pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])

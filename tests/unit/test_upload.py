@@ -62,13 +62,19 @@ def stored(sent: list[tensor_pb2.TensorBatch]) -> list[bytes]:
 
 
 class FakeLink:
-    """Stands for a link that is up."""
+    """Stands for a link that is up.
+
+    Attributes:
+        gate: Is set when the worker may answer.
+    """
 
     silence_s = 10.0
     run = ""
 
-    def __init__(self) -> None:
+    def __init__(self, is_open: bool = True) -> None:
         self.gate = threading.Event()
+        if is_open:
+            self.gate.set()
         self.log: list[str] = []
         self.up: WorkerSession | None = GENERATION
         self.troubles: list[str] = []
@@ -127,6 +133,16 @@ class FakeLink:
         self.troubles.append(error.status)
 
 
+@contextmanager
+def uploading(connection: FakeLink, inflight_bytes: int = 1 << 20, inflight_boundaries: int = 4) -> Iterator[Uploader]:
+    uploader = Uploader(connection.link, inflight_bytes=inflight_bytes, inflight_boundaries=inflight_boundaries)
+    try:
+        yield uploader
+    finally:
+        connection.gate.set()
+        uploader.close()
+
+
 def failure_of(save: SegmentUpload) -> BaseException | None:
     assert save.saved.wait(10)
     return save.saved.error
@@ -147,35 +163,33 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
     [(400, 4, 2), (1, 4, 2), (1199, 4, 2), (1200, 4, 3), (1200, 2, 2), (1200, 1, 1)],
 )
 def test_forward_waits_while_too_much_is_on_its_way(inflight_bytes: int, inflight_boundaries: int, most: int) -> None:
-    connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=inflight_bytes, inflight_boundaries=inflight_boundaries)
-    for number in range(most):  # of 400 bytes each
-        uploader.save(save_of(torch.zeros(100), number))
-    one_more = save_of(torch.ones(100), most)
-    thread = threading.Thread(target=uploader.save, args=(one_more,))
-    thread.start()
-    thread.join(0.3)
-    assert thread.is_alive()
-    connection.gate.set()
-    thread.join(60)
-    assert not thread.is_alive()
-    one_more.saved.result(10)
-    uploader.close()
+    connection = FakeLink(is_open=False)
+    with uploading(connection, inflight_bytes=inflight_bytes, inflight_boundaries=inflight_boundaries) as uploader:
+        for number in range(most):  # of 400 bytes each
+            uploader.save(save_of(torch.zeros(100), number))
+        one_more = save_of(torch.ones(100), most)
+        thread = threading.Thread(target=uploader.save, args=(one_more,))
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive()
+        connection.gate.set()
+        thread.join(60)
+        assert not thread.is_alive()
+        one_more.saved.result(10)
 
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
-    connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
-    for number in (1, 2):
-        uploader.save(save_of(torch.zeros(100), number))
-    connection.up = None
-    connection.gate.set()
-    lost = save_of(torch.ones(100))
-    uploader.save(lost)
-    error = failure_of(lost)
-    assert isinstance(error, WorkerLostError)
-    assert error.status == "DOWN"
-    uploader.close()
+    connection = FakeLink(is_open=False)
+    with uploading(connection, inflight_bytes=1) as uploader:
+        for number in (1, 2):
+            uploader.save(save_of(torch.zeros(100), number))
+        connection.up = None
+        connection.gate.set()
+        lost = save_of(torch.ones(100))
+        uploader.save(lost)
+        error = failure_of(lost)
+        assert isinstance(error, WorkerLostError)
+        assert error.status == "DOWN"
 
 
 def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload) -> SavedSegment:
@@ -185,230 +199,185 @@ def saved_segment(connection: FakeLink, uploader: Uploader, save: SegmentUpload)
 @pytest.mark.parametrize("moves", [True, False], ids=["bytes move", "the trainer's own device is at work"])
 def test_backward_waits_for_an_upload_however_long_it_takes(moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backhaul._worker_client.connection.deadlines.SHORTEST_EXECUTION_LIMIT_S", 0.2)
-    connection = FakeLink()
+    connection = FakeLink(is_open=False)
     connection.silence_s = 0.2
-    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
-    save = save_of(torch.zeros(100))
-    segment = saved_segment(connection, uploader, save)
+    with uploading(connection, inflight_bytes=1) as uploader:
+        save = save_of(torch.zeros(100))
+        segment = saved_segment(connection, uploader, save)
 
-    def send(save: SegmentUpload) -> None:
-        for _ in range(10):
-            threading.Event().wait(0.1)
-            if moves:
-                uploader.watch.sign()
+        def send(save: SegmentUpload) -> None:
+            for _ in range(10):
+                threading.Event().wait(0.1)
+                if moves:
+                    uploader.watch.sign()
 
-    monkeypatch.setattr(uploader.sender, "send", send)
-    uploader.save(save)
-    assert segment._repeated(lambda: "asked") == "asked"
-    uploader.close()
+        monkeypatch.setattr(uploader.sender, "send", send)
+        uploader.save(save)
+        assert segment._repeated(lambda: "asked") == "asked"
 
 
 def test_backward_does_not_wait_for_an_upload_to_a_worker_that_is_gone() -> None:
-    connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
-    save = save_of(torch.zeros(100))
-    segment = saved_segment(connection, uploader, save)
-    uploader.save(save)
-    connection.up = None
-    with pytest.raises(WorkerLostError) as caught:
-        segment._repeated(lambda: "asked")
-    assert caught.value.status == "DOWN"
-    connection.gate.set()
-    uploader.close()
-
-
-def test_one_that_is_larger_than_the_bound_goes_alone() -> None:
-    connection = FakeLink()
-    connection.gate.set()
-    uploader = Uploader(connection.link, inflight_bytes=1, inflight_boundaries=4)
-    save = save_of(torch.zeros(1000))
-    uploader.save(save)
-    assert save.saved.result(10) is None
-    uploader.close()
-
-
-def test_what_the_worker_has_is_not_sent_again() -> None:
-    connection = FakeLink()
-    connection.gate.set()
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    for number in (1, 2):
-        save = save_of(torch.zeros(10), number)
+    connection = FakeLink(is_open=False)
+    with uploading(connection, inflight_bytes=1) as uploader:
+        save = save_of(torch.zeros(100))
+        segment = saved_segment(connection, uploader, save)
         uploader.save(save)
-        save.saved.result(10)
-    assert connection.log == ["program", "save with tensors", "save"]
-    uploader.close()
+        connection.up = None
+        with pytest.raises(WorkerLostError) as caught:
+            segment._repeated(lambda: "asked")
+        assert caught.value.status == "DOWN"
 
 
-def test_what_the_worker_gave_up_is_sent_again() -> None:
+@pytest.mark.parametrize(
+    ("elements", "inflight_bytes", "saves", "given", "sent"),
+    [
+        (1000, 1, 1, {}, ["save with tensors"]),
+        (10, 1 << 20, 2, {}, ["save with tensors", "save"]),
+        (10, 1 << 20, 1, {"missing": [[address_of(torch.zeros(10))]]}, ["save with tensors"] * 2),
+        (10, 1 << 20, 1, {"refusals": [TransferError("damaged")]}, ["save with tensors"] * 2),
+        (10, 1 << 20, 1, {"refusals": [WorkerLostError("damaged", status="DAMAGED")]}, ["save with tensors"] * 2),
+        (1 << 20, 1 << 30, 1, {}, ["tensors", "save"]),
+    ],
+    ids=[
+        "a tensor that is larger than the bound goes alone",
+        "a tensor that the worker has is not sent again",
+        "a tensor that the worker gave up is sent again",
+        "a damaged save is sent again",
+        "a save with a damaged answer is sent again",
+        "a tensor that does not fit one message goes first",
+    ],
+)
+def test_what_is_sent(elements: int, inflight_bytes: int, saves: int, given: dict[str, Any], sent: list[str]) -> None:
     connection = FakeLink()
-    connection.gate.set()
-    save = save_of(torch.zeros(10))
-    connection.missing = [[address_of(torch.zeros(10))]]
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    uploader.save(save)
-    save.saved.result(10)
-    assert connection.log == ["program", "save with tensors", "save with tensors"]
-    uploader.close()
-
-
-def test_what_does_not_fit_one_message_goes_first() -> None:
-    connection = FakeLink()
-    connection.gate.set()
-    uploader = Uploader(connection.link, inflight_bytes=1 << 30, inflight_boundaries=4)
-    save = save_of(torch.zeros(1 << 20))
-    uploader.save(save)
-    save.saved.result(10)
-    assert connection.log == ["program", "tensors", "save"]
-    assert connection.sources == [address_of(torch.zeros(1 << 20))]
-    uploader.close()
-
-
-@pytest.mark.parametrize("error", [TransferError("damaged"), WorkerLostError("damaged", status="DAMAGED")])
-def test_a_save_that_was_damaged_is_sent_again(error: BackhaulError) -> None:
-    connection = FakeLink()
-    connection.gate.set()
-    connection.refusals = [error]
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    save = save_of(torch.zeros(10))
-    uploader.save(save)
-    save.saved.result(10)
-    assert connection.log == ["program", "save with tensors", "save with tensors"]
-    uploader.close()
+    vars(connection).update(given)
+    with uploading(connection, inflight_bytes=inflight_bytes) as uploader:
+        for number in range(saves):
+            save = save_of(torch.zeros(elements), number)
+            uploader.save(save)
+            save.saved.result(10)
+    assert connection.log == ["program", *sent]
+    assert connection.sources == [address_of(torch.zeros(elements))]
 
 
 def test_tensors_of_a_refused_save_are_not_sent_again() -> None:
     connection, stored_there = FakeLink(), [address_of(torch.zeros(10))]
-    connection.gate.set()
     connection.refusals = [segment_pb2.SaveResult(error=BudgetError("full").to_bytes(), stored=stored_there)]
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    refused, other = save_of(torch.zeros(10)), save_of(torch.zeros(10), 2)
-    for save in (refused, other):
-        uploader.save(save)
-    assert isinstance(failure_of(refused), BudgetError)
-    other.saved.result(10)
-    assert connection.log == ["program", "save with tensors", "save"]
-    uploader.close()
+    with uploading(connection) as uploader:
+        refused, other = save_of(torch.zeros(10)), save_of(torch.zeros(10), 2)
+        for save in (refused, other):
+            uploader.save(save)
+        assert isinstance(failure_of(refused), BudgetError)
+        other.saved.result(10)
+        assert connection.log == ["program", "save with tensors", "save"]
 
 
 def test_a_segment_released_before_it_was_sent_is_not_sent() -> None:
-    connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
-    owners = [nn.Identity(), nn.Identity()]
-    for number, (owner, save) in enumerate(zip(owners, (first, second), strict=True), 1):
-        save.owner = uploader.release_after(owner, GENERATION, number)
-        uploader.save(save)
-    assert uploader.segments() == [1, 2]
-    del owner, owners[1]
-    assert uploader.segments() == [1]
-    connection.gate.set()
-    first.saved.result(10)
-    assert "released before it was sent" in str(failure_of(second))
-    wait_until(lambda: "release" in connection.log, "the second is released")
-    assert connection.log == ["program", "save with tensors", "release"]
-    owners.clear()
-    wait_until(lambda: connection.log.count("release") == 2, "the first is released")
-    uploader.close()
+    connection = FakeLink(is_open=False)
+    with uploading(connection) as uploader:
+        first, second = save_of(torch.zeros(10)), save_of(torch.ones(10), 2)
+        owners = [nn.Identity(), nn.Identity()]
+        for number, (owner, save) in enumerate(zip(owners, (first, second), strict=True), 1):
+            save.owner = uploader.release_after(owner, GENERATION, number)
+            uploader.save(save)
+        assert uploader.segments() == [1, 2]
+        del owner, owners[1]
+        assert uploader.segments() == [1]
+        connection.gate.set()
+        first.saved.result(10)
+        assert "released before it was sent" in str(failure_of(second))
+        wait_until(lambda: "release" in connection.log, "the second is released")
+        assert connection.log == ["program", "save with tensors", "release"]
+        owners.clear()
+        wait_until(lambda: connection.log.count("release") == 2, "the first is released")
 
 
 def test_a_release_is_sent_until_the_worker_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploader_module, "REPEAT_S", 0.01)
     connection, segments = FakeLink(), list(range(1, 2 * MOST_GATHERED))
-    connection.gate.set()
     connection.up = None
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    for segment in segments:
-        uploader.release(GENERATION, segment)
-    wait_until(lambda: len(connection.troubles) > MOST_GATHERED, "it is tried again")
-    connection.up = GENERATION
-    wait_until(lambda: sum(len(released) for _, released in connection.released) == len(segments), "all are released")
-    uploader.close()
+    with uploading(connection) as uploader:
+        for segment in segments:
+            uploader.release(GENERATION, segment)
+        wait_until(lambda: len(connection.troubles) > MOST_GATHERED, "it is tried again")
+        connection.up = GENERATION
+        wait_until(
+            lambda: sum(len(released) for _, released in connection.released) == len(segments), "all are released"
+        )
     assert connection.released == [(1, segments[:MOST_GATHERED]), (2, segments[MOST_GATHERED:])]
 
 
 def test_a_release_ends_with_its_worker_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploader_module, "REPEAT_S", 0.01)
     connection = FakeLink()
-    connection.gate.set()
     connection.up, connection.why_down = None, "LOST"
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    uploader.release(GENERATION, 1)
-    wait_until(lambda: connection.troubles == ["LOST"], "the session is found lost")
-    connection.up = GENERATION
-    save = save_of(torch.zeros(10))
-    uploader.save(save)
-    save.saved.result(10)
-    uploader.close()
+    with uploading(connection) as uploader:
+        uploader.release(GENERATION, 1)
+        wait_until(lambda: connection.troubles == ["LOST"], "the session is found lost")
+        connection.up = GENERATION
+        save = save_of(torch.zeros(10))
+        uploader.save(save)
+        save.saved.result(10)
     assert (connection.released, connection.troubles) == ([], ["LOST"])
 
 
 def test_a_save_names_the_last_release_before_it() -> None:
     connection = FakeLink()
-    connection.gate.set()
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    for number in (1, 2, 3):
-        save = save_of(torch.full((10,), float(number)), number)
-        uploader.save(save)
-        save.saved.result(10)
-        uploader.release(GENERATION, number)
-    wait_until(lambda: len(connection.released) == 3, "all are released")
-    uploader.close()
+    with uploading(connection) as uploader:
+        for number in (1, 2, 3):
+            save = save_of(torch.full((10,), float(number)), number)
+            uploader.save(save)
+            save.saved.result(10)
+            uploader.release(GENERATION, number)
+        wait_until(lambda: len(connection.released) == 3, "all are released")
     assert connection.released == [(1, [1]), (2, [2]), (3, [3])]
     assert connection.saved_after == [0, 1, 2]
 
 
 def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
-    connection.gate.set()
     cuda.trainer.begin()
     save = save_of(tensor)
     save.made = device_moments([tensor])
     save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    uploader.save(save)
-    wait_until(lambda: "DIGESTS waits for trainer" in cuda.log, "the thread that sends waits")
-    tensor.fill_(3)
-    cuda.trainer.end()
-    save.saved.result(10)
-    assert connection.sources == [address_of(torch.full((100,), 3.0))]
-    uploader.close()
+    with uploading(connection) as uploader:
+        uploader.save(save)
+        wait_until(lambda: "DIGESTS waits for trainer" in cuda.log, "the thread that sends waits")
+        tensor.fill_(3)
+        cuda.trainer.end()
+        save.saved.result(10)
+        assert connection.sources == [address_of(torch.full((100,), 3.0))]
 
 
 def test_nothing_waits_for_what_an_accelerator_is_given_next(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.ones(100)
     cuda.others = cuda.trainer
-    connection.gate.set()
     save = save_of(tensor)
     save.made = device_moments([tensor])
     cuda.trainer.begin()
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    uploader.save(save)
-    assert save.saved.result(5) is None
-    uploader.close()
+    with uploading(connection) as uploader:
+        uploader.save(save)
+        assert save.saved.result(5) is None
 
 
 def test_an_accelerator_that_fails_costs_the_segment_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, connection, tensor = FakeCuda.installed(monkeypatch), FakeLink(), torch.zeros(100)
-    connection.gate.set()
     lost, other = save_of(tensor), save_of(torch.ones(100))
     lost.made = last_moment(tensor.device)
-    uploader = Uploader(connection.link, inflight_bytes=1 << 20, inflight_boundaries=4)
-    with monkeypatch.context() as patch:
-        patch.setattr(cuda, "Event", lambda **_: 1 / 0)
-        uploader.save(lost)
-        assert isinstance(failure_of(lost), WorkerLostError)
-    uploader.save(other)
-    assert other.saved.result(10) is None
-    uploader.close()
+    with uploading(connection) as uploader:
+        with monkeypatch.context() as patch:
+            patch.setattr(cuda, "Event", lambda **_: 1 / 0)
+            uploader.save(lost)
+            assert isinstance(failure_of(lost), WorkerLostError)
+        uploader.save(other)
+        assert other.saved.result(10) is None
 
 
 def test_a_prediction_that_could_not_be_sent_holds_nothing() -> None:
-    connection = FakeLink()
-    uploader = Uploader(connection.link, inflight_bytes=600, inflight_boundaries=4)
-    predicted = save_of(torch.zeros(100))
-    predicted.is_predicted = True
-    connection.up = None
-    uploader.save(predicted)
-    assert isinstance(failure_of(predicted), WorkerLostError)
-    uploader.close()
+    connection = FakeLink(is_open=False)
+    with uploading(connection, inflight_bytes=600) as uploader:
+        predicted = save_of(torch.zeros(100))
+        predicted.is_predicted = True
+        connection.up = None
+        uploader.save(predicted)
+        assert isinstance(failure_of(predicted), WorkerLostError)
     assert predicted.sources == ()
