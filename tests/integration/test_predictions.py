@@ -1,7 +1,7 @@
 """Calls whose inputs are at the worker before they run: gradients are those of training without that."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from support.bits import Checkpoint, differing, plainly, train
 from support.processes import WorkerProcess
 
 BLOCKS, STEPS = 3, 4
+Call = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
 Run = Callable[[Checkpoint, nn.Module], tuple[Tensor, list[Tensor]]]
 
 
@@ -207,6 +208,69 @@ def test_what_is_no_longer_the_same_is_not_sent_before(session: Session, saved: 
     assert session.report().fallbacks == 0
 
 
+def with_fewer_arguments(x: Tensor) -> Iterator[Call]:
+    def fn(*tensors: Tensor) -> Tensor:
+        return torch.stack(tensors).tanh()
+
+    yield fn, (x, x)
+    yield fn, (x,)
+
+
+def without_a_weight(x: Tensor) -> Iterator[Call]:
+    holder: Any = nn.Module()
+    holder.weight = torch.randn(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return (x @ holder.weight if hasattr(holder, "weight") else x).tanh()
+
+    yield fn, (x,)
+    del holder.weight
+    yield fn, (x,)
+
+
+def with_a_weight_in_a_list(x: Tensor) -> Iterator[Call]:
+    """Which has no place. It looks like the argument."""
+    weights = [torch.randn(4, 4, requires_grad=True)]
+
+    def fn(x: Tensor) -> Tensor:
+        return (x @ weights[0]).tanh()
+
+    yield fn, (x,)
+    yield fn, (x,)
+
+
+def without_a_leaf(x: Tensor) -> Iterator[Call]:
+    def fn(x: Tensor) -> Tensor:
+        return x.tanh()
+
+    yield fn, (x,)
+    yield fn, (x * 2,)
+
+
+def without_a_gradient(x: Tensor) -> Iterator[Call]:
+    linear = nn.Linear(4, 4)
+
+    def fn(x: Tensor) -> Tensor:
+        return linear(x).tanh()
+
+    yield fn, (x,)
+    yield fn, (x.detach(),)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [with_fewer_arguments, without_a_weight, with_a_weight_in_a_list, without_a_leaf, without_a_gradient],
+    ids=lambda f: f.__name__,
+)
+def test_what_the_next_call_does_not_have_is_not_sent_before(
+    session: Session, saved: list[bool], calls: Callable[[Tensor], Iterator[Call]]
+) -> None:
+    for fn, arguments in calls(torch.randn(4, 4, requires_grad=True)):
+        session.checkpoint(fn, *arguments).sum().backward()
+    assert saved == [False] * 2
+    assert session.report().fallbacks == 0
+
+
 @pytest.mark.parametrize("fused", [False, True], ids=["counted", "fused"])
 def test_weights_that_an_optimizer_changed(session: Session, worker: WorkerProcess, *, fused: bool) -> None:
     """A fused one leaves version counters as they are. That is found out, at the price of one step's prediction."""
@@ -233,3 +297,14 @@ def test_what_no_worker_takes_is_not_sent_before(
             session.checkpoint(linear, torch.randn(2, 4)).sum().backward()
         assert saved == []
         assert session.report().fallbacks == 3
+
+
+def test_a_sparse_tensor_in_place_of_a_dense_one(session: Session, saved: list[bool]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.sin()
+
+    session.checkpoint(fn, torch.ones(4, 4, requires_grad=True)).sum().backward()
+    session.checkpoint(fn, torch.eye(4).to_sparse().requires_grad_())
+    assert saved == [False]
+    (segment,) = session.report().segments
+    assert [*segment.kept] == ["tensor with layout torch.sparse_coo"]

@@ -77,6 +77,12 @@ class _Source:
     is_copy: bool
     is_transient: bool
 
+    def find(self, arguments: Sequence[Tensor], fn: Callable[..., Any]) -> Tensor | None:
+        """Returns the tensor of a call that begins now; None if there is none, or if nobody knows its place."""
+        if self.place is not None:
+            return at(fn, self.place)
+        return arguments[self.argument] if 0 <= self.argument < len(arguments) else None
+
     def is_same(self, other: "_Source") -> bool:
         """Whether both are the same argument, or are captured at the same place."""
         return self.argument == other.argument and self.place == other.place
@@ -185,22 +191,20 @@ class CallSite:
                 return None
             program, sources = self.last.program, []
             for source, wanted in zip(self._sources, program.sources, strict=True):
-                tensor = arguments[source.argument] if 0 <= source.argument < len(arguments) else None
-                if source.place is not None:  # what the function captures may be another tensor by now
-                    tensor = at(fn, source.place)
+                tensor = source.find(arguments, fn)
                 if tensor is None or may_be_freed(tensor):  # it may have no contents before the function runs
                     return None
                 try:
                     now = layout_of(tensor)
-                except UnsupportedTensorError:
+                except UnsupportedTensorError:  # from here it would count as an error of ours
                     return None
-                # Another layout, or another need of gradients, makes another program.
-                if now.header != source.layout.header or tensor.requires_grad != wanted.requires_grad:
-                    return None
-                if tensor.is_leaf != wanted.is_leaf:
+                # All of these are part of the program: what was sent for another one would be thrown away.
+                here = now.header, tensor.requires_grad, tensor.is_leaf
+                if here != (source.layout.header, wanted.requires_grad, wanted.is_leaf):
                     return None
                 value: Tensor = tensor
                 address: Digest = b""
+                # The call may write to its arguments while they are sent. A digest would wait for an accelerator.
                 if source.is_copy and now.is_on_accelerator:
                     value = hold(tensor, now, None)
                 elif source.is_copy:
