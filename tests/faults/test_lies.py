@@ -87,7 +87,7 @@ def another_dtype(answer: Any) -> None:
 
 def contribution_kept(answer: Any) -> None:
     answer.result.contributions[0].ClearField("view")
-    answer.result.contributions[0].kept = True
+    answer.result.contributions[0].uncollected = True
 
 
 GRADIENTS = [

@@ -42,7 +42,7 @@ def test_a_figure_is_measured_with_a_worker_and_a_yardstick(monkeypatch: pytest.
     (outcome,) = on_stage(roundtrip.measure)
     assert outcome.name == "small_roundtrip"
     assert outcome.verdict == "inconclusive"  # One round is too few.
-    assert outcome.kept + outcome.dropped == 1
+    assert outcome.undisturbed + outcome.dropped == 1
     assert outcome.details is not None
     assert all(isinstance(value, float | int) and value > 0 for value in outcome.details.values())
 

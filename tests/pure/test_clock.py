@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backhaul_runtime.wire.clock import DRIFT, KEPT_COMPARISONS, UNKNOWN, ClockOffset
+from backhaul_runtime.wire.clock import DRIFT, MAX_COMPARISONS, UNKNOWN, ClockOffset
 
 
 def test_nothing_is_known_before_the_first_answer() -> None:
@@ -60,4 +60,4 @@ def test_the_true_offset_is_always_within_the_bound(
         # What their clock drifts during a round trip is not in the bound.
         assert abs(estimate.offset_s - true_s) <= estimate.error_s + DRIFT * (up_s + down_s) + 1e-6
         now_s += pause_s
-    assert len(clock._comparisons) <= KEPT_COMPARISONS
+    assert len(clock._comparisons) <= MAX_COMPARISONS

@@ -11,8 +11,8 @@ from backhaul_server.dashboard.collect.links import Alignment, LinkRecord, align
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 from backhaul_server.dashboard.collect.watch import Watch
 from backhaul_server.dashboard.views.fleet import fleet
-from backhaul_server.dashboard.views.kept import why_not_kept
 from backhaul_server.dashboard.views.latency import latency
+from backhaul_server.dashboard.views.missing_details import why_missing
 from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.timeline import timeline
 from backhaul_server.dashboard.views.topology import topology
@@ -237,16 +237,16 @@ def test_a_timeline_says_which_ranks_it_lacks() -> None:
 def test_what_is_not_kept_of_a_run_depends_on_whether_it_still_reports() -> None:
     watch = Watch(parse_resolvers("a:1"))
     ended = run_of(watch, Training(began_at_s=NOW_S))
-    assert why_not_kept("Segments", [ended]) == ""
+    assert why_missing("Segments", [ended]) == ""
     ended.forget_detail()
-    assert why_not_kept("Segments", [ended]) == (
+    assert why_missing("Segments", [ended]) == (
         "Segments are kept for the last 8 runs that reported since the dashboard was started, and this run is not "
         "among them. The table of runs shows what it cost and saved."
     )
-    assert why_not_kept("Segments", [None, ended]).endswith("shows what they cost and saved.")
+    assert why_missing("Segments", [None, ended]).endswith("shows what they cost and saved.")
     running = run_of(watch, Training(began_at_s=time.time()), now_s=time.time())
     running.forget_detail()
-    assert "others still report. End one of them" in why_not_kept("Segments", [running])
+    assert "others still report. End one of them" in why_missing("Segments", [running])
 
 
 def test_the_alignment_of_a_watch_goes_through_its_own_comparison() -> None:

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from backhaul._observe.opentelemetry import KEPT_CALLS, KEPT_STEPS, Traces
+from backhaul._observe.opentelemetry import MAX_CALLS, MAX_STEPS, Traces
 from backhaul_proto.v1 import telemetry_pb2 as pb
 
 LANES = [
@@ -145,16 +145,16 @@ def test_calls_find_their_step_whichever_is_told_first(recorded: Recorded) -> No
 @pytest.mark.slow
 def test_calls_without_a_step_are_not_kept(recorded: Recorded) -> None:
     recorded.export([step(4)], [call(3)])  # it has passed and was not told
-    recorded.export(calls=[call(9)] * (KEPT_CALLS + 5))
+    recorded.export(calls=[call(9)] * (MAX_CALLS + 5))
     recorded.export([step(9)])
-    assert len(recorded.spans("backhaul.segment")) == KEPT_CALLS
+    assert len(recorded.spans("backhaul.segment")) == MAX_CALLS
     recorded.export(calls=[call(12)], run=pb.Run(is_closed=True))
     recorded.export([step(12)])
-    assert len(recorded.spans("backhaul.segment")) == KEPT_CALLS
+    assert len(recorded.spans("backhaul.segment")) == MAX_CALLS
 
 
 def test_steps_are_not_kept_for_ever(recorded: Recorded) -> None:
-    recorded.export([step(number) for number in range(KEPT_STEPS + 1)])
+    recorded.export([step(number) for number in range(MAX_STEPS + 1)])
     recorded.export(calls=[call(0), call(1)])
     (segment,) = recorded.spans("backhaul.segment")
     assert segment.attributes is not None

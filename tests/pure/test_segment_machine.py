@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backhaul_server.worker.engine.segment_machine import (
-    KEPT_EVENTS,
+    MAX_EVENTS,
     TRANSITIONS,
     Answer,
     AnswerError,
@@ -215,9 +215,9 @@ def test_the_error_carries_the_history_of_the_segment() -> None:
 
 def test_the_history_is_bounded() -> None:
     machine = SegmentMachine()
-    for _ in range(KEPT_EVENTS):
+    for _ in range(MAX_EVENTS):
         machine.requested(FIRST)
-    assert len(machine.story) == KEPT_EVENTS
+    assert len(machine.story) == MAX_EVENTS
     assert machine.story[0] == "SAVED: run(backward 1)"
 
 

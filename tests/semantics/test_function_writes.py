@@ -152,7 +152,7 @@ def test_a_second_backward_starts_from_the_values_of_forward(returns: str, remot
 @pytest.mark.parametrize(
     ("body", "read_only"),
     [
-        (lambda x, w: function_writes.WritesKept.apply(x.exp(), w).cos(), lambda x, w: (x.exp() * w).cos()),
+        (lambda x, w: function_writes.WritesAttribute.apply(x.exp(), w).cos(), lambda x, w: (x.exp() * w).cos()),
         pytest.param(
             lambda x, w: function_writes.ByNumPy.apply(x.sin() * w, w).cos(),
             lambda x, w: (x.sin() * w * w).cos(),

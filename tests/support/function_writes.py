@@ -104,7 +104,7 @@ class ScalesSaved(ByData):
         return results
 
 
-class WritesKept(torch.autograd.Function):
+class WritesAttribute(torch.autograd.Function):
     """Overwrites an argument that it keeps as an attribute of its context."""
 
     @staticmethod

@@ -60,7 +60,7 @@ class LoopbackSegment:
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
-        kept: Mapping[int, Tensor],
+        may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
         *,
@@ -80,7 +80,7 @@ class LoopbackSegment:
         result = segment_pb2.BackwardResult(contributions=encode_contributions(execution_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in execution_result.bundle.tensors]
         saved = Recomputed(execution_result.saved_digests, execution_result.saved_projections)
-        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, kept), {}, lambda _: set(), 0.0)
+        return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, may_stay), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
         execution_result = self._run(partial(executions.recompute, positions=list(wanted)))

@@ -63,7 +63,7 @@ def test_passes_are_summed_one_after_the_other() -> None:
         contributions = values(5)
         for number, value in enumerate(contributions, start=1):
             left = keep(sums, number, [value], pass_number=number)
-            assert (left.bundle.tensors, left.kept) == ((), {0})
+            assert (left.bundle.tensors, left.uncollected) == ((), {0})
             sums.commit(1, number, [(number, 1)])
         assert sums.are_awaited
         a, b, c, d, e = contributions
@@ -146,7 +146,7 @@ def test_without_room_gradients_are_returned() -> None:
     async def test(sums: GradientSums, store: Store[StoredValue]) -> None:
         keep(sums, 1, values(1))
         left = keep(sums, 2, values(1))
-        assert (len(left.bundle.tensors), left.kept) == (1, set())
+        assert (len(left.bundle.tensors), left.uncollected) == (1, set())
         assert store.usage().results <= store.budget_bytes
 
     with_sums(test, budget_bytes=3 * BYTES)
@@ -160,6 +160,6 @@ def test_what_has_no_memory_of_its_own_is_returned() -> None:
         for contributions in ([whole[:SIZE], whole[SIZE:]], [whole[:SIZE]], [other.double()], [other[:1]], mixed):
             left = keep(sums, 1, contributions)
             assert len(left.bundle.views) == len(contributions)
-            assert left.kept == set()
+            assert left.uncollected == set()
 
     with_sums(test)

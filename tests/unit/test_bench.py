@@ -96,14 +96,14 @@ def test_rounds_with_a_disturbed_variant_are_dropped_whole_and_warm_ones_do_not_
 
     variants = [Alternative("a", lambda: None), Alternative("b", lambda: None)]
     taken = interleave(variants, [], Plan(enough=7, most=2, warm=1), measured=measured)
-    assert (taken.kept, taken.dropped) == (1, 1)
+    assert (taken.undisturbed, taken.dropped) == (1, 1)
 
 
-def test_it_ends_with_enough_kept_rounds_or_when_its_time_is_up_but_has_a_round() -> None:
+def test_it_ends_with_enough_undisturbed_rounds_or_when_its_time_is_up_but_has_a_round() -> None:
     def run(plan: Plan, is_quiet: bool) -> Rounds:
         return interleave([Alternative("a", lambda: None)], [], plan, measured=lambda *_: (1.0, is_quiet))
 
-    assert (run(Plan(enough=7, most=50), True).kept, run(Plan(warm=2, limit_s=0.0), False).dropped) == (7, 1)
+    assert (run(Plan(enough=7, most=50), True).undisturbed, run(Plan(warm=2, limit_s=0.0), False).dropped) == (7, 1)
 
 
 def test_unequal_gradients_end_the_measurement_even_in_a_warm_round() -> None:
@@ -125,18 +125,18 @@ def test_what_a_variant_counts_replaces_its_time_and_its_lead_in_comes_first() -
     assert (taken, ran) == (42.0, ["lead in", "run"])
 
 
-def test_the_value_is_the_median_of_kept_rounds_with_their_middle_half() -> None:
+def test_the_value_is_the_median_of_undisturbed_rounds_with_their_middle_half() -> None:
     quiet = [(value, True) for value in (1.0, 1.2, 1.4, 1.6, 1.8, 2.0, 9.0)]
     outcome = of_rounds("growth", rounds_of([*quiet, (100.0, False)]), ratio_of("ours", "theirs"))
     assert (outcome.value, outcome.low, outcome.high) == (0.8, 0.6, 1.0)
-    assert (outcome.kept, outcome.dropped, outcome.verdict) == (7, 1, "reached")
+    assert (outcome.undisturbed, outcome.dropped, outcome.verdict) == (7, 1, "reached")
     assert outcome.details == {"ours": 1.6, "theirs": 2.0}
 
 
-def test_too_few_kept_rounds_are_inconclusive_whatever_they_say() -> None:
+def test_too_few_undisturbed_rounds_are_inconclusive_whatever_they_say() -> None:
     outcome = of_rounds("growth", rounds_of([(0.2, True)] * 4 + [(9.0, False)] * 8), ratio_of("ours", "theirs"))
     assert outcome.verdict == "inconclusive"
-    assert (outcome.kept, outcome.dropped, outcome.value) == (4, 8, 4.5)
+    assert (outcome.undisturbed, outcome.dropped, outcome.value) == (4, 8, 4.5)
     assert "(4.500)" in as_table([outcome])
 
 
@@ -345,7 +345,7 @@ def test_the_json_has_each_figure_under_its_name_with_its_limit(
         "value": 1.5,
         "low": 1.4,
         "high": 1.6,
-        "kept": 3,
+        "undisturbed": 3,
         "dropped": 0,
         "note": "a note",
         "details": {"bound_bytes": 10.0},

@@ -104,17 +104,17 @@ def with_a_tensor_for_nothing(answer: Answer) -> None:
 
 
 def kept_unasked(answer: Answer) -> None:
-    answer.result.contributions[4].kept = True
+    answer.result.contributions[4].uncollected = True
 
 
 def kept_and_sent(answer: Answer) -> None:
-    answer.result.contributions[2].kept = True
+    answer.result.contributions[2].uncollected = True
 
 
 def kept_beside_one_that_was_sent(answer: Answer) -> None:
     """Of the two contributions of source 0 the first stays, so the second is the first view."""
     answer.result.contributions[0].ClearField("view")
-    answer.result.contributions[0].kept = True
+    answer.result.contributions[0].uncollected = True
     del answer.tensors[0]
     for contribution in answer.result.contributions[1:4]:
         contribution.view.tensor -= contribution.view.tensor > 0
@@ -150,7 +150,7 @@ def test_a_sum_is_one_gradient() -> None:
 
 def test_what_was_allowed_to_stay_may_have_stayed() -> None:
     answer = Answer()
-    answer.result.contributions[4].kept = True
+    answer.result.contributions[4].uncollected = True
     assert answer.read(slots=(3,))[4] is None
 
 

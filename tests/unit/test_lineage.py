@@ -91,7 +91,7 @@ def captured(checkpoint: Checkpoint, blocks: list[nn.Module], x: Tensor) -> Tens
     return x
 
 
-KEPT_FIRST = {
+RETAINED_FIRST = {
     "chain": after(lambda x, y: y),
     "residual": after(lambda x, y: x + y),
     "residual, other way round": after(lambda x, y: torch.add(y, x, alpha=0.3)),
@@ -105,7 +105,7 @@ KEPT_FIRST = {
     "shared": shared,
     "captured": captured,
 }
-KEPT_EACH = {
+RETAINED_EACH = {
     "norm": after(lambda x, y: nn.functional.layer_norm(y, [WIDTH])),
     "gate": after(lambda x, y: x * y),
     "number": after(lambda x, y: y + 1.0),
@@ -121,14 +121,14 @@ each_way = pytest.mark.parametrize(
 )
 
 
-def kept(loopback: Loopback) -> list[int]:
+def retained(loopback: Loopback) -> list[int]:
     """How many copies each segment holds."""
-    return [sum(s.is_copy and s.kept_value is not None for s in recording.sources) for recording in loopback.recordings]
+    return [sum(s.is_copy and s.retained is not None for s in recording.sources) for recording in loopback.recordings]
 
 
-def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:
+def check_retained(loopback: Loopback, returns: str, is_lost: bool, run: Run, expected: list[int]) -> None:
     def lose() -> None:
-        assert kept(loopback) == expected
+        assert retained(loopback) == expected
         loopback.is_lost = is_lost
 
     ours = gradients(partial(loopback.checkpoint, returns=returns), run, lose)
@@ -136,15 +136,15 @@ def check_kept(loopback: Loopback, returns: str, is_lost: bool, run: Run, expect
 
 
 @each_way
-@pytest.mark.parametrize("name", KEPT_FIRST)
+@pytest.mark.parametrize("name", RETAINED_FIRST)
 def test_only_the_first_boundary_is_kept(loopback: Loopback, returns: str, is_lost: bool, name: str) -> None:
-    check_kept(loopback, returns, is_lost, KEPT_FIRST[name], [1, 0, 0, 0])
+    check_retained(loopback, returns, is_lost, RETAINED_FIRST[name], [1, 0, 0, 0])
 
 
 @each_way
-@pytest.mark.parametrize("name", KEPT_EACH)
+@pytest.mark.parametrize("name", RETAINED_EACH)
 def test_what_the_graph_does_not_tell_is_kept(loopback: Loopback, returns: str, is_lost: bool, name: str) -> None:
-    check_kept(loopback, returns, is_lost, KEPT_EACH[name], [1, 1, 1, 1])
+    check_retained(loopback, returns, is_lost, RETAINED_EACH[name], [1, 1, 1, 1])
 
 
 def inside(function: Callable[[nn.Module, Tensor], Tensor]) -> Run:
@@ -175,8 +175,8 @@ REBUILT = {
 
 @pytest.mark.parametrize("name", REBUILT)
 def test_what_a_segment_with_an_inside_returns_is_rebuilt(loopback: Loopback, name: str) -> None:
-    kept_first = [2, 0, 0, 0] if name == "parts" else [1, 0, 0, 0]
-    check_kept(loopback, "activations", True, REBUILT[name], kept_first)
+    retained_first = [2, 0, 0, 0] if name == "parts" else [1, 0, 0, 0]
+    check_retained(loopback, "activations", True, REBUILT[name], retained_first)
 
 
 def counter(block: nn.Module, x: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ NOT_REBUILT = {
 @pytest.mark.parametrize("name", NOT_REBUILT)
 def test_what_a_program_does_not_give_is_kept(loopback: Loopback, name: str) -> None:
     run, expected = NOT_REBUILT[name]
-    check_kept(loopback, "activations", True, run, expected)
+    check_retained(loopback, "activations", True, run, expected)
 
 
 def test_a_tensor_of_an_inside_that_is_used_outside_is_kept(loopback: Loopback) -> None:
@@ -213,7 +213,7 @@ def test_a_tensor_of_an_inside_that_is_used_outside_is_kept(loopback: Loopback) 
         return block(leaked[-1])
 
     run = after(lambda x, y: y + leaked.pop())
-    check_kept(
+    check_retained(
         loopback,
         "gradients",
         True,
@@ -260,13 +260,13 @@ def test_a_long_chain_is_rebuilt_in_small_steps(loopback: Loopback, monkeypatch:
         return outputs_here(*args)
 
     def lose() -> None:
-        assert sum(kept(loopback)) == 1
+        assert sum(retained(loopback)) == 1
         loopback.recordings.clear()  # they go with their segments
         loopback.is_lost = True
 
     monkeypatch.setattr(lineage, "outputs_here", noted)
-    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST[name], lose, count)
-    assert differing(ours, gradients(plainly, KEPT_FIRST[name], count=count)) == []
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), RETAINED_FIRST[name], lose, count)
+    assert differing(ours, gradients(plainly, RETAINED_FIRST[name], count=count)) == []
     assert len(held) < 2 * count
     assert max(held) <= 13
 
@@ -297,8 +297,8 @@ def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
         loopback.copies.fetch = lambda address: sent(loopback.given[address])
 
     monkeypatch.setattr(lineage, "outputs_here", noted)
-    ours = gradients(partial(loopback.checkpoint, returns="gradients"), KEPT_FIRST["residual"], lose)
-    assert differing(ours, gradients(plainly, KEPT_FIRST["residual"])) == []
+    ours = gradients(partial(loopback.checkpoint, returns="gradients"), RETAINED_FIRST["residual"], lose)
+    assert differing(ours, gradients(plainly, RETAINED_FIRST["residual"])) == []
     assert len(replays) == expected_replays
 
 
@@ -306,18 +306,18 @@ def test_what_a_worker_still_has_is_used_if_it_is_what_it_was(
 @pytest.mark.parametrize("returns", RETURNS)
 def test_durability(loopback: Loopback, returns: str, durability: str) -> None:
     checkpoint = partial(loopback.checkpoint, returns=returns, durability=durability)
-    expected = gradients(plainly, KEPT_FIRST["residual"])
-    assert differing(gradients(checkpoint, KEPT_FIRST["residual"]), expected) == []
+    expected = gradients(plainly, RETAINED_FIRST["residual"])
+    assert differing(gradients(checkpoint, RETAINED_FIRST["residual"]), expected) == []
 
     def lose() -> None:
-        assert sum(kept(loopback)[4:]) == {"host": 4, "none": 0}.get(durability, 1)
+        assert sum(retained(loopback)[4:]) == {"host": 4, "none": 0}.get(durability, 1)
         loopback.is_lost = True
 
     if durability != "none":
-        assert differing(gradients(checkpoint, KEPT_FIRST["residual"], lose), expected) == []
+        assert differing(gradients(checkpoint, RETAINED_FIRST["residual"], lose), expected) == []
         return
     with pytest.raises(SegmentLostError, match="is not kept anywhere") as caught:
-        gradients(checkpoint, KEPT_FIRST["residual"], lose)
+        gradients(checkpoint, RETAINED_FIRST["residual"], lose)
     error = caught.value
     assert (error.segment, error.session) == ("Sequential", loopback.journal.session)
     assert re.fullmatch(r".*\.py:\d+", error.site)
@@ -330,14 +330,14 @@ def test_a_segment_behind_one_of_which_nothing_is_kept_keeps_its_own(loopback: L
 
     with pytest.raises(SegmentLostError):
         gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
-    assert kept(loopback) == [0, 1]
+    assert retained(loopback) == [0, 1]
 
 
 def test_what_no_worker_takes_is_kept(loopback: Loopback) -> None:
     loopback.is_lost = True
     checkpoint = partial(loopback.checkpoint, returns="gradients", durability="none")
-    ours = gradients(checkpoint, KEPT_FIRST["chain"])
-    assert differing(ours, gradients(plainly, KEPT_FIRST["chain"])) == []
+    ours = gradients(checkpoint, RETAINED_FIRST["chain"])
+    assert differing(ours, gradients(plainly, RETAINED_FIRST["chain"])) == []
 
 
 def test_a_boundary_that_somebody_wrote_to_is_kept(loopback: Loopback) -> None:
@@ -349,7 +349,7 @@ def test_a_boundary_that_somebody_wrote_to_is_kept(loopback: Loopback) -> None:
 
     expected = gradients(plainly, run, count=2)
     ours = gradients(loopback.checkpoint, run, lambda: setattr(loopback, "is_lost", True), 2)
-    assert kept(loopback) == [1, 1]
+    assert retained(loopback) == [1, 1]
     assert differing(ours, expected) == []
 
 
@@ -370,7 +370,7 @@ def test_an_input_of_two_segments_is_kept_once_if_both_met_the_same(loopback: Lo
     y = loopback.checkpoint(blocks[0], x) + loopback.checkpoint(blocks[1], x)
     x.data.mul_(2)
     z = loopback.checkpoint(blocks[2], x)
-    assert kept(loopback) == [1, 0, 1]
+    assert retained(loopback) == [1, 0, 1]
     del y, z
 
 
@@ -397,7 +397,7 @@ def test_a_scalar_that_hooks_packed_is_not_asked_for(loopback: Loopback) -> None
         scaled = h * torch.tensor(0.5)
     loopback.checkpoint(blocks[1], scaled)
     assert unpacked == []
-    assert kept(loopback) == [1, 1]
+    assert retained(loopback) == [1, 1]
 
 
 def test_a_scalar_in_a_graph_that_was_freed_is_not_read(loopback: Loopback) -> None:
@@ -405,4 +405,4 @@ def test_a_scalar_in_a_graph_that_was_freed_is_not_read(loopback: Loopback) -> N
     scaled = loopback.checkpoint(blocks[0], x) * 0.5
     scaled.sum().backward()
     loopback.checkpoint(blocks[1], scaled)
-    assert kept(loopback) == [1, 1]
+    assert retained(loopback) == [1, 1]

@@ -99,7 +99,7 @@ def test_a_predicted_backward_is_worked_on_and_then_taken_once(speculator: Specu
     result = ExecutionResult(bundle([]), (), ())
     first.ready = None
     (kept,) = speculator.ran_backwards([first], [replace(predicted, result=result)])
-    assert kept == Keep(first, result.kept_bytes([]), is_done=True)
+    assert kept == Keep(first, result.live_bytes([]), is_done=True)
     assert speculator.take(first, predicted.inputs) is result
     assert speculator.take(first, predicted.inputs) is None
     assert (speculator.hits, speculator.misses) == (1, 0)

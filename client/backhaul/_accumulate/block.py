@@ -436,7 +436,7 @@ class AccumulationBlock:
         self._check_held()
         sums.clear()
         self._open.pop(0)
-        if any(kept for _, kept in micro_batch.kept):
+        if any(stayed for _, stayed in micro_batch.uncollected):
             self._finished.append(micro_batch)
 
     def _check_order(self, error: BackhaulError) -> None:
@@ -480,7 +480,7 @@ class AccumulationBlock:
                     sums_again[id(parameter)] = plus(sums_again.get(id(parameter)), gradient)
             self._gradients.put_first(sums_again)
         for micro_batch in keeping:
-            micro_batch.kept = [(uploader, {}) for uploader, _ in micro_batch.kept]
+            micro_batch.uncollected = [(uploader, {}) for uploader, _ in micro_batch.uncollected]
         self._finished.clear()
 
 

@@ -58,9 +58,9 @@ class HeldGradients:
     @property
     def size_bytes(self) -> int:
         """Bytes of the gradients and sums that the trainer holds back. A sparse one counts as if it were dense."""
-        kept = [gradient for held in self._held.values() for _, gradient in held.gradients]
-        kept += [held.total for held in self._held.values() if held.total is not None]
-        return sum(gradient.numel() * gradient.element_size() for gradient in kept)
+        gradients = [gradient for held in self._held.values() for _, gradient in held.gradients]
+        gradients += [held.total for held in self._held.values() if held.total is not None]
+        return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
     def enter(self, leaves: Iterable[Tensor]) -> None:
         """Notes leaves that a micro-batch leads to, before anything of it is computed."""
@@ -123,12 +123,12 @@ class HeldGradients:
             is_early = held.elsewhere is None or micro_batch < held.elsewhere
             return held.may_stay and is_early and held.owner is uploader
 
-    def stayed(self, leaf: Tensor, *, is_kept: bool) -> None:
+    def stayed(self, leaf: Tensor, *, is_uncollected: bool) -> None:
         """Notes whether a worker has kept what it was allowed to keep."""
         held = self._held[id(leaf)]
         with self._lock:
-            held.may_stay = held.may_stay and is_kept
-            held.has_stayed = held.has_stayed or is_kept
+            held.may_stay = held.may_stay and is_uncollected
+            held.has_stayed = held.has_stayed or is_uncollected
 
     def drop(self) -> None:
         """Forgets everything, at the end of the block."""

@@ -41,7 +41,7 @@ class MicroBatch:
         sums: The folds so far, by where they arrive.
         size_bytes: The bytes that the trainer keeps for it.
         segments_left: The segments of the chain whose backward has not ended.
-        kept: For each segment that is done, the worker and what stayed there, by source.
+        uncollected: For each segment that is done, the worker and what stayed there, by source.
         first_gradient: The gradient with which the chain began.
         stored: The gradient of the next segment, if only its worker has it.
         last_gradient: The last gradient that the trainer had, with the position of its segment in the chain.
@@ -58,7 +58,7 @@ class MicroBatch:
     sums: dict[Target, Tensor]
     size_bytes: int
     segments_left: list[ChainSegment] = field(default_factory=list)
-    kept: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)
+    uncollected: list[tuple[Uploader, dict[int, Tensor]]] = field(default_factory=list)
     first_gradient: Tensor | None = None
     stored: StoredGradient | None = None
     last_gradient: tuple[int, Tensor] | None = None
@@ -139,7 +139,7 @@ def size_bytes_of(parts: Parts, sums: Mapping[Target, Tensor], kept: int) -> int
         kept: The number of segments whose activations it keeps, about as many as the others would.
     """
     sources = [source for frame in parts.frames for source in frame.call.recording.sources if not source.is_leaf]
-    inputs = {id(source.kept_value): source.layout.span_bytes for source in sources if source.kept_value is not None}
+    inputs = {id(source.retained): source.layout.span_bytes for source in sources if source.retained is not None}
     keeping = kept * max((frame.call.log.saved_bytes for frame in parts.frames), default=0)
     return sum(inputs.values()) + sum(g.numel() * g.element_size() for g in sums.values()) + keeping
 
@@ -281,15 +281,16 @@ def computed_again(micro_batch: MicroBatch, lost: Set[Uploader]) -> Iterator[tup
     if micro_batch.first_gradient is not None:
         sums[micro_batch.parts.chain[0].target] = micro_batch.first_gradient
     last = max(
-        (number for number, (uploader, kept) in enumerate(micro_batch.kept) if kept and uploader in lost), default=-1
+        (number for number, (uploader, stayed) in enumerate(micro_batch.uncollected) if stayed and uploader in lost),
+        default=-1,
     )
-    for segment, (uploader, kept) in zip(micro_batch.parts.chain[: last + 1], micro_batch.kept, strict=False):
+    for segment, (uploader, stayed) in zip(micro_batch.parts.chain[: last + 1], micro_batch.uncollected, strict=False):
         gradients = gradients_of(segment, sums.get(segment.target))
         if gradients is None:
             continue
         fold(sums, segment, on_trainer(segment, gradients, micro_batch.state))
         if uploader in lost:
-            wanted = {id(parameter): parameter for parameter in kept.values()}
+            wanted = {id(parameter): parameter for parameter in stayed.values()}
             for target in {target for _, target in segment.contributions}:
                 leaf = micro_batch.parts.leaves.get(target)
                 if leaf is not None and id(leaf) in wanted:

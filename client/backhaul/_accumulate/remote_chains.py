@@ -137,10 +137,10 @@ class RemoteChains:
         gradients: dict[int, Tensor | StoredGradient] | None = gradients_of(segment, gradient)
         if gradients is None:  # no gradient reaches the segment, so none leaves it
             micro_batch.segments_left.pop(0)
-            micro_batch.kept.append((uploader, {}))
+            micro_batch.uncollected.append((uploader, {}))
             return
         if isinstance(gradient, Tensor):
-            micro_batch.last_gradient = len(micro_batch.kept), gradient
+            micro_batch.last_gradient = len(micro_batch.uncollected), gradient
         leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
         may_stay = {
             due[index]: leaves[target]
@@ -160,12 +160,12 @@ class RemoteChains:
             self._rounds[uploader],
         )
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
-        kept = {source: may_stay[source] for source in answer.kept}
+        stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited
         for source, leaf in may_stay.items():
-            self._gradients.stayed(leaf, is_kept=source in answer.kept)
+            self._gradients.stayed(leaf, is_uncollected=source in answer.uncollected)
         micro_batch.segments_left.pop(0)
-        micro_batch.kept.append((uploader, kept))
+        micro_batch.uncollected.append((uploader, stayed))
         fold(micro_batch.sums, segment, answer.contributions)
         if len(unsent) == 1 and following not in micro_batch.sums:
             micro_batch.stored = answer.stored.get(*unsent)

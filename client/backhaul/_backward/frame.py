@@ -81,13 +81,13 @@ class RemoteGradients(NamedTuple):
 
     Attributes:
         contributions: The contributions as `Frame.gradients` returns them. Those that were not sent are None.
-        kept: The sources whose contributions the worker has kept to add them up.
+        uncollected: The sources whose contributions stayed on the worker, which adds them up.
         stored: The gradients that the worker stores for the backwards of predecessors, by source.
         took_s: Seconds from the request to the answer.
     """
 
     contributions: list[Contribution]
-    kept: set[int]
+    uncollected: set[int]
     stored: Mapping[int, StoredGradient]
     took_s: float
 
@@ -221,7 +221,7 @@ class Frame:
         self,
         gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
-        kept: Mapping[int, Tensor] = MappingProxyType({}),
+        may_stay: Mapping[int, Tensor] = MappingProxyType({}),
         summed: Set[int] | None = None,
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
@@ -232,7 +232,7 @@ class Frame:
         Args:
             gradients: The gradients of the program's outputs, by the output's position.
             state: Ambient settings under which backward runs.
-            kept: Parameters whose gradients the worker may keep and add up, by source.
+            may_stay: Parameters whose gradients the worker may keep and add up, by source.
             summed: Sources whose contributions the worker may add up; None for those that nothing else can have used.
             unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
             upcoming: Numbers of the segments that will be requested next, as in `RemoteSegment.backward`.
@@ -252,7 +252,14 @@ class Frame:
         summed, checks_bytes = self.consumers.sources if summed is None else summed, self.call.options.checks_bytes
         with _recoverable():
             answer = remote.backward(
-                gradients, state, summed, self._due(), kept, summed & set(unsent), upcoming, checks_bytes=checks_bytes
+                gradients,
+                state,
+                summed,
+                self._due(),
+                may_stay,
+                summed & set(unsent),
+                upcoming,
+                checks_bytes=checks_bytes,
             )
             self._check(remote, answer.saved)
         names.proven.update(self.program.functions)
@@ -448,13 +455,13 @@ class Frame:
         source = self.call.recording.sources[saved.source]
         start = (saved.offset - source.offset) * saved.layout.dtype.itemsize
         if (
-            source.kept_value is None
+            source.retained is None
             or source.is_written
             or start < 0
             or start + saved.layout.span_bytes > source.layout.span_bytes
         ):
             return None
-        return partial(view_at, source.kept_value, start, saved.layout)
+        return partial(view_at, source.retained, start, saved.layout)
 
     def _queue_digests(self) -> None:
         """Queues the digests of those tensors here that are on an accelerator and can have changed.
@@ -489,7 +496,7 @@ class Frame:
     def _version(self, saved: SavedTensor) -> int:
         """Returns the version of the memory of the source that a saved tensor lies in; 0 for one that has none."""
         source = self.call.recording.sources[saved.source] if saved.source >= 0 else None
-        return 0 if source is None or source.kept_value is None else version_of(source.kept_value)
+        return 0 if source is None or source.retained is None else version_of(source.retained)
 
     def lost(self, error: BackhaulError) -> None:
         """Gives up the worker after one of the `RECOVERABLE` errors: the trainer recomputes the segment."""

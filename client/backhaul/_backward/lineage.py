@@ -128,7 +128,7 @@ class Lineage:
         """Keeps sources again that were not sent yet. Call it when the worker is lost."""
         for index in self.recipes:
             source = self.recording.sources[index]
-            source.kept_value = source.kept_value if source.kept_value is not None else source.released()
+            source.retained = source.retained if source.retained is not None else source.released()
 
     def values(self) -> list[Tensor]:
         """Returns the values of the sources at forward, on their devices. They must not be written to.
@@ -221,7 +221,7 @@ class _Walk:
             rebuilt = self._rebuild(input_ref)
             self._values[input_ref.source.address] = rebuilt
             if (number + 1) % stride == 0 or number >= len(missing) - stride:  # Rule 4
-                input_ref.source.kept_value = rebuilt
+                input_ref.source.retained = rebuilt
                 lineage.copies.add(input_ref.source.address, rebuilt)
             for key in _needs(input_ref):
                 if last_uses[key] == number:
@@ -229,7 +229,7 @@ class _Walk:
 
     def value(self, source: RecordedSource) -> Tensor:
         """Returns the value of a source."""
-        return source.kept_value if source.kept_value is not None else self._values[source.address]
+        return source.retained if source.retained is not None else self._values[source.address]
 
     def _find_missing(self) -> list[Input]:
         """Returns the values to rebuild, earliest first."""
@@ -239,7 +239,7 @@ class _Walk:
             input_ref = stack.pop()
             source, lineage = input_ref.source, input_ref.lineage
             known = missing.get(source.address)
-            if source.kept_value is not None or source.address in self._values:
+            if source.retained is not None or source.address in self._values:
                 continue
             # Equal contents may occur in several segments. The earliest is rebuilt, as the others may depend on it.
             if known is not None and known.lineage.serial <= lineage.serial:

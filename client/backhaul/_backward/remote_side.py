@@ -51,7 +51,7 @@ class RemoteSegment(Protocol):
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
-        kept: Mapping[int, Tensor],
+        may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
         *,
@@ -65,7 +65,7 @@ class RemoteSegment(Protocol):
             summed: Sources whose contributions are returned as their sum in order. The first has the sum, the others
                 None.
             due: The source and the layout of the gradient of each contribution, in order.
-            kept: Parameters whose gradients may stay on the worker, by source.
+            may_stay: Parameters whose gradients may stay on the worker, by source.
             unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
             upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
                 for the one that was saved before this segment.

@@ -75,10 +75,10 @@ class Ring:
             speeds: The speed of each worker that there is now, relative to the others.
         """
         total = sum(speeds[name] for name in sorted(speeds))  # the order of additions must not depend on the caller
-        kept = [name for name in self.names if name in speeds]
-        orders = [kept]
-        for name in sorted(speeds.keys() - {*kept}):
-            slots = {0, len(orders[0]) // 2} if kept else {len(orders[0])}
+        remaining = [name for name in self.names if name in speeds]
+        orders = [remaining]
+        for name in sorted(speeds.keys() - {*remaining}):
+            slots = {0, len(orders[0]) // 2} if remaining else {len(orders[0])}
             orders = [[*order[:slot], name, *order[slot:]] for order in orders[:1] for slot in sorted(slots)]
         rings = [
             Ring(tuple((name, speeds[name] / total) for name in order), start)

@@ -91,13 +91,13 @@ def _run_segment(
         _check_ended(returned, options, had_cuda)
         forward = 0.0 if stopwatch is None else recorder.recording.guarded(stopwatch.stop) or 0.0
         ended = perf_counter()
-        frame, kept = keep(EndedCall(dispatcher, begun, returned, forward))
+        frame, result = keep(EndedCall(dispatcher, begun, returned, forward))
         begun.table.unpack_by(frame.unpack)
     overhead_s = perf_counter() - began - (ended - started - recorder.own_s)
     # On an accelerator the recorder delays only the host, unless the device has nothing left to do.
     function = forward - recorder.own_s if isinstance(forward, float) else forward
     call.log.forward(frame, call.recording, function, overhead_s, pack.packed_bytes)
-    return kept
+    return result
 
 
 def _begun(

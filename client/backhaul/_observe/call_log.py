@@ -98,7 +98,7 @@ class CallLog:
             overhead_s: Seconds for which Backhaul occupied the thread.
             packed_bytes: Bytes that autograd saved and that are not kept.
         """
-        self.saved_bytes = packed_bytes - recording.kept_bytes
+        self.saved_bytes = packed_bytes - recording.retained_bytes
         if self._telemetry is None:
             return
         self._function, self.overhead_s = function, overhead_s

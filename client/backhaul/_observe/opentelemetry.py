@@ -27,8 +27,8 @@ from backhaul_runtime.errors import AddressError
 from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.version import version
 
-KEPT_STEPS = 64
-KEPT_CALLS = 4096
+MAX_STEPS = 64
+MAX_CALLS = 4096
 
 Attributes = dict[str, AttributeValue]
 _LANES = {
@@ -75,7 +75,7 @@ class Traces:
                 self._call(call, parent)
             elif not report.run.is_closed and not self._is_past(call.step):
                 self._waiting.append(call)
-        del self._waiting[:-KEPT_CALLS]  # Rule 2
+        del self._waiting[:-MAX_CALLS]  # Rule 2
 
     def _is_past(self, step: int) -> bool:
         return bool(self._steps) and step <= next(reversed(self._steps))
@@ -102,7 +102,7 @@ class Traces:
         span = self._tracer.start_span("backhaul.step", context, attributes=attributes, start_time=begin)
         span.end(end)
         self._steps[step.number] = trace.set_span_in_context(span, context)
-        while len(self._steps) > KEPT_STEPS:  # Rule 2
+        while len(self._steps) > MAX_STEPS:  # Rule 2
             self._steps.popitem(last=False)
 
     def _call(self, call: telemetry_pb2.SegmentCall, parent: Context) -> None:

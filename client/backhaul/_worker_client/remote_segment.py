@@ -161,7 +161,7 @@ class SavedSegment:
         state: ambient_state.State,
         summed: Collection[int],
         due: Sequence[tuple[int, Layout]],
-        kept: Mapping[int, Tensor],
+        may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
         *,
@@ -190,7 +190,7 @@ class SavedSegment:
             summed_sources=sorted(summed),
         )
         answer_bytes = sum(
-            layout.gradient_bytes for source, layout in due if source not in kept and source not in unsent
+            layout.gradient_bytes for source, layout in due if source not in may_stay and source not in unsent
         )
         key, expected = self._key(), self._reached()
         request = segment_pb2.Request(
@@ -200,8 +200,8 @@ class SavedSegment:
                 start=start,
                 upcoming_segments=expected if upcoming is None else upcoming,
                 expected_s=self._expected_s() or 0.0,
-                slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in kept.items()],
-                pass_number=self.number if kept else 0,  # segments share no slot in a pass, so any number will do
+                slots=[segment_pb2.Slot(source=source, slot=id(parameter)) for source, parameter in may_stay.items()],
+                pass_number=self.number if may_stay else 0,  # segments share no slot in a pass, so any number will do
                 unsent_sources=sorted(unsent),
             ),
         )
@@ -219,14 +219,14 @@ class SavedSegment:
         took_s = perf_counter() - asked_s
         if checks_bytes and list(map(address_of, tensors)) != list(result.tensor_digests):
             raise TransferError("gradients differ from those that the worker computed: they were damaged in transit")
-        contributions = contributions_in(result, tensors, due, summed, kept)
-        sources = {contribution.source for contribution in result.contributions if contribution.kept}
+        contributions = contributions_in(result, tensors, due, summed, may_stay)
+        sources = {contribution.source for contribution in result.contributions if contribution.uncollected}
         self._uploader.stored.learn(self.worker_session, received)
         stored = self._chained(result)
 
         def commit(round_number: int) -> set[int]:
             if sources:
-                parameters = [kept[source] for source in sources]
+                parameters = [may_stay[source] for source in sources]
                 self._uploader.uncollected.commit(self.worker_session, key, parameters, round_number)
             return sources
 

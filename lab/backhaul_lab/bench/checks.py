@@ -69,29 +69,29 @@ def _step(blocks: list[Block], x: Tensor, forward: BlockForward) -> float:
     for block in blocks:
         block.zero_grad()
     torch.manual_seed(0)
-    kept: list[object] = []
+    alive: list[object] = []
     began_s = process_time()
     y = x
     for block in blocks:
-        y = forward(block, y, kept)
+        y = forward(block, y, alive)
     y.sum().backward()  # type: ignore[no-untyped-call]
     taken_s = process_time() - began_s
-    for item in kept:
+    for item in alive:
         if isinstance(item, RemovableHandle):
             item.remove()
-    refusals = [item.refusal for item in kept if isinstance(item, Recording) and item.refusal]
+    refusals = [item.refusal for item in alive if isinstance(item, Recording) and item.refusal]
     assert not refusals, refusals  # A refused recording costs less.
     return taken_s
 
 
-def _plain(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+def _plain(block: Block, x: Tensor, alive: list[object]) -> Tensor:
     return block(x)  # type: ignore[no-any-return]
 
 
-def _digested(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+def _digested(block: Block, x: Tensor, alive: list[object]) -> Tensor:
     """Runs a block with a digest of each tensor that autograd saves."""
     digests: list[bytes] = []
-    kept.append(digests)
+    alive.append(digests)
 
     def pack(tensor: Tensor) -> Tensor:
         layout = layout_of(tensor)
@@ -102,7 +102,7 @@ def _digested(block: Block, x: Tensor, kept: list[object]) -> Tensor:
         return block(x)  # type: ignore[no-any-return]
 
 
-def _recorded(block: Block, x: Tensor, kept: list[object], unpack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def _recorded(block: Block, x: Tensor, alive: list[object], unpack: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Runs a block under the recorder with its digests and its copy of the argument, as a segment's forward does."""
 
     def pack(tensor: Tensor) -> Tensor:
@@ -112,25 +112,25 @@ def _recorded(block: Block, x: Tensor, kept: list[object], unpack: Callable[[Ten
     recorder = Recorder([x], allowed_ops(), lambda tensor, layout, _: copy_exact(tensor, layout), pack)
     with saved_tensors_hooks(pack, unpack or _identity), recorder:
         y = block(x)
-    kept += (recorder.recording, recorder.finish([y]))
+    alive += (recorder.recording, recorder.finish([y]))
     return y  # type: ignore[no-any-return]
 
 
-def _bytes_of_gradients(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+def _bytes_of_gradients(block: Block, x: Tensor, alive: list[object]) -> Tensor:
     """Runs a block recorded and digests each gradient in backward, as determinism_check="bytes" does on arrival."""
-    y = _recorded(block, x, kept)
-    kept += [tensor.register_hook(_digest) for tensor in (x, *block.parameters())]  # type: ignore[no-untyped-call]
+    y = _recorded(block, x, alive)
+    alive += [tensor.register_hook(_digest) for tensor in (x, *block.parameters())]  # type: ignore[no-untyped-call]
     return y
 
 
-def _bytes_of_activations(block: Block, x: Tensor, kept: list[object]) -> Tensor:
+def _bytes_of_activations(block: Block, x: Tensor, alive: list[object]) -> Tensor:
     """Runs a block recorded and digests each saved tensor again in backward."""
 
     def unpack(tensor: Tensor) -> Tensor:
         _digest(tensor)
         return tensor
 
-    return _recorded(block, x, kept, unpack)
+    return _recorded(block, x, alive, unpack)
 
 
 def _digest(tensor: Tensor) -> None:

@@ -18,10 +18,10 @@ class Outcome:
     Attributes:
         name: Name of the figure.
         verdict: Value of a `Verdict`.
-        value: Median over the kept rounds. An inconclusive one includes disturbed rounds. None: nothing was measured.
+        value: Median over the undisturbed rounds; over all rounds if inconclusive. None: nothing was measured.
         low: Lower quartile over the same rounds.
         high: Upper quartile over the same rounds.
-        kept: Number of undisturbed rounds.
+        undisturbed: Number of undisturbed rounds.
         dropped: Number of disturbed rounds.
         note: Remark for people, may be empty.
         details: Medians that the value was computed from, by name.
@@ -32,7 +32,7 @@ class Outcome:
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    kept: int = 0
+    undisturbed: int = 0
     dropped: int = 0
     note: str = ""
     details: Mapping[str, float | str] | None = None
@@ -49,7 +49,7 @@ def of_rounds(name: str, rounds: Rounds, figure: Callable[[Round], float], note:
     verdict = by_name(name).judge(spread.value) if rounds.is_conclusive else Verdict.INCONCLUSIVE
     details = {variant: rounds.spread(lambda taken, v=variant: taken[v]).value for variant in rounds.measured[0][0]}  # type: ignore[misc]
     return Outcome(
-        name, verdict.value, spread.value, spread.low, spread.high, rounds.kept, rounds.dropped, note, details
+        name, verdict.value, spread.value, spread.low, spread.high, rounds.undisturbed, rounds.dropped, note, details
     )
 
 
@@ -79,7 +79,7 @@ def as_json(outcomes: Sequence[Outcome], machine: Mapping[str, Any]) -> dict[str
 
 def as_table(outcomes: Sequence[Outcome]) -> str:
     """Formats the outcomes as a text table. Values of inconclusive figures are in brackets."""
-    head = f"{'figure':<27}{'value':>10}  {'limit':<9}{'verdict':<14}{'middle half':<19}{'kept':>5}{'dropped':>9}"
+    head = f"{'figure':<27}{'value':>10}  {'limit':<9}{'verdict':<14}{'middle half':<19}{'quiet':>5}{'dropped':>9}"
     lines = [head, "-" * len(head)]
     for outcome in outcomes:
         lines.append(as_line(outcome))
@@ -94,7 +94,7 @@ def as_line(outcome: Outcome) -> str:
     if outcome.verdict == Verdict.INCONCLUSIVE.value:
         value = f"({value})"
     spread = "" if outcome.low is None else f"{outcome.low:.3f} to {outcome.high:.3f}"
-    rounds = f"{outcome.kept:>5}{outcome.dropped:>9}" if outcome.value is not None else ""
+    rounds = f"{outcome.undisturbed:>5}{outcome.dropped:>9}" if outcome.value is not None else ""
     limit = by_name(outcome.name).limit_text
     return f"{outcome.name:<27}{value:>10}  {limit:<9}{outcome.verdict:<14}{spread:<19}{rounds}".rstrip()
 

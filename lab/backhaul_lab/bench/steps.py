@@ -57,8 +57,8 @@ def half_budget_bytes() -> int:
     """
     block = Block(WIDTH, DROPOUT).to(measured())
     x = torch.randn(*LARGE, WIDTH, device=measured(), requires_grad=True)
-    kept: list[Tensor] = []
-    saved = live_bytes(lambda: kept.append(block(x)))[-1][1]  # `kept` keeps the saved tensors alive.
+    outputs: list[Tensor] = []
+    saved = live_bytes(lambda: outputs.append(block(x)))[-1][1]  # `outputs` keeps the saved tensors alive.
     weights = sum(parameter.nbytes for parameter in block.parameters())
     return (BLOCKS + ROOM) * (weights + x.nbytes) + ROOM * saved + weights + 2 * x.nbytes
 

@@ -214,16 +214,16 @@ def _without_overlaps(
     ticks: Sequence[tuple[float, str]], x_of: Callable[[float], float], width: int
 ) -> list[tuple[float, str, str]]:
     """Returns the ticks whose labels do not touch the one before, each with its anchor. The last one stays."""
-    kept: list[tuple[float, str, str]] = []
+    shown: list[tuple[float, str, str]] = []
     free = 0.0
     for number, (x, label) in enumerate(ticks):
         half = _CHARACTER * len(label) / 2
         is_last = number == len(ticks) - 1
         at = min(x_of(x), width - 2 - half)
-        while is_last and kept and at - half < free:
-            kept.pop()
-            free = x_of(kept[-1][0]) + _CHARACTER * len(kept[-1][1]) / 2 + 8 if kept else 0.0
+        while is_last and shown and at - half < free:
+            shown.pop()
+            free = x_of(shown[-1][0]) + _CHARACTER * len(shown[-1][1]) / 2 + 8 if shown else 0.0
         if at - half >= free:
-            kept.append((x, label, "middle"))
+            shown.append((x, label, "middle"))
             free = at + half + 8
-    return kept
+    return shown

@@ -56,24 +56,24 @@ class Rounds:
         self.measured.append((taken, is_quiet))
 
     @property
-    def kept(self) -> int:
+    def undisturbed(self) -> int:
         """Number of undisturbed rounds."""
         return sum(is_quiet for _, is_quiet in self.measured)
 
     @property
     def dropped(self) -> int:
         """Number of rounds in which other processes disturbed a variant."""
-        return len(self.measured) - self.kept
+        return len(self.measured) - self.undisturbed
 
     @property
     def is_conclusive(self) -> bool:
         """Whether there are enough undisturbed rounds."""
-        return self.kept >= ENOUGH
+        return self.undisturbed >= ENOUGH
 
     def spread(self, figure: Callable[[Round], float]) -> Spread:
-        """Returns the spread of a figure over the kept rounds. It is computed per round, so variants share a round.
+        """Returns the spread of a figure over the undisturbed rounds, of which each has a value for all variants.
 
-        If too few rounds are kept, all rounds count and the spread is only a hint.
+        If too few rounds are undisturbed, all rounds count and the spread is only a hint.
         """
         return Spread.of([figure(taken) for taken, is_quiet in self.measured if is_quiet or not self.is_conclusive])
 
@@ -151,7 +151,7 @@ def interleave(
         compare()
         if number >= plan.warm:
             rounds.add({name: value for name, (value, _) in taken.items()}, is_quiet=all(q for _, q in taken.values()))
-        if rounds.kept >= plan.enough or (rounds.measured and time.monotonic() - began_s > pace * plan.limit_s):
+        if rounds.undisturbed >= plan.enough or (rounds.measured and time.monotonic() - began_s > pace * plan.limit_s):
             break
     return rounds
 

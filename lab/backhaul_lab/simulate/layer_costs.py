@@ -71,10 +71,12 @@ class LayerCosts:
     def footprint_of(self, segment_layers: float) -> Footprint:
         """Returns the memory of a segment's replay. The results of all layers stay, and one backward runs at a time."""
         one, others = self.plain.footprint, segment_layers - 1
-        kept_bytes = int(others * one.ready_bytes)
+        more_bytes = int(others * one.ready_bytes)
         trained_bytes = int(others * self.plain.trained_bytes)
         return Footprint(
-            one.replay_bytes + kept_bytes, one.ready_bytes + kept_bytes, one.backward_bytes + kept_bytes + trained_bytes
+            one.replay_bytes + more_bytes,
+            one.ready_bytes + more_bytes,
+            one.backward_bytes + more_bytes + trained_bytes,
         )
 
     def returning_activations(self, costs: Costs, segment_layers: float) -> Costs:

@@ -796,9 +796,9 @@ class Contribution(_message.Message):
 
     SOURCE_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
-    KEPT_FIELD_NUMBER: _builtins.int
+    UNCOLLECTED_FIELD_NUMBER: _builtins.int
     source: _builtins.int
-    kept: _builtins.bool
+    uncollected: _builtins.bool
     """It stays here, and counts once the backward is committed."""
     @_builtins.property
     def view(self) -> Global___View: ...
@@ -807,11 +807,11 @@ class Contribution(_message.Message):
         *,
         source: _builtins.int = ...,
         view: Global___View | None = ...,
-        kept: _builtins.bool = ...,
+        uncollected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "source", b"source", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "uncollected", b"uncollected", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,9 +45,9 @@ class Follower:
         if not numbers and not self._existed:
             raise ConnectError(unknown_fleet(self._name, known))
         self._existed = True
-        for kept in (self._actors, self._questions, self._addresses):
-            for number in kept.keys() - numbers:
-                del kept[number]
+        for by_number in (self._actors, self._questions, self._addresses):
+            for number in by_number.keys() - numbers:
+                del by_number[number]
         new = [question for number in numbers if (question := self._ask(number)) is not None]
         if new:
             ray.wait(new, num_returns=len(new), timeout=ANSWER_S)

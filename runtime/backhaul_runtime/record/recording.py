@@ -23,9 +23,9 @@ class RecordedSource:
         layout: The layout of the tensor.
         offset: The tensor's offset in its storage, in elements.
         named: The `address` of its contents, possibly still on an accelerator.
-        kept_value: A detached tensor with the contents: a copy if they may change before backward, else one that shares
+        retained: A detached tensor with the contents: a copy if they may change before backward, else one that shares
             the caller's memory. None once the call has ended and the trainer need not keep it.
-        is_copy: Whether `kept_value` is a copy, which does not change.
+        is_copy: Whether `retained` is a copy, which does not change.
         is_argument: Whether the source was passed to the call. Otherwise the function captured it.
         requires_grad: Whether the source required gradients.
         is_leaf: Whether the source was a leaf of autograd's graph.
@@ -38,7 +38,7 @@ class RecordedSource:
     layout: Layout
     offset: int
     named: Digest
-    kept_value: Tensor | None
+    retained: Tensor | None
     is_copy: bool
     is_argument: bool
     requires_grad: bool
@@ -50,8 +50,8 @@ class RecordedSource:
 
     def release(self) -> None:
         """Drops the copy. It can be had again from `released`, whose contents are those of forward."""
-        if self.kept_value is not None:
-            self.kept_value, self.released = None, weakref.ref(self.kept_value)
+        if self.retained is not None:
+            self.retained, self.released = None, weakref.ref(self.retained)
 
     @property
     def address(self) -> bytes:
@@ -65,9 +65,9 @@ class RecordedSource:
 
     @property
     def value(self) -> Tensor:
-        """`kept_value`, for a source that still has one."""
-        assert self.kept_value is not None
-        return self.kept_value
+        """`retained`, for a source that still has one."""
+        assert self.retained is not None
+        return self.retained
 
 
 @dataclass(slots=True)
@@ -154,10 +154,10 @@ class Recording:
             self.refusal, self.failure = refusal.reason, refusal.cause
 
     @property
-    def kept_bytes(self) -> int:
+    def retained_bytes(self) -> int:
         """The bytes of sources that the trainer keeps for backward, without leaves, which it has anyway."""
-        kept = [source.layout for source in self.sources if not source.is_leaf and source.kept_value is not None]
-        return sum([layout.span_bytes for layout in kept])
+        layouts = [source.layout for source in self.sources if not source.is_leaf and source.retained is not None]
+        return sum([layout.span_bytes for layout in layouts])
 
     @property
     def states_to_send(self) -> list[bytes]:

@@ -134,7 +134,7 @@ class SourceLedger:
         """Notes that an op is about to write to a source, and copies its contents unless that was done before."""
         source = self._noted[index]
         if not source.is_copy:
-            source.kept_value, source.is_copy = copy_exact(source.value, source.layout), True
+            source.retained, source.is_copy = copy_exact(source.value, source.layout), True
         source.is_written = True
         source.written = None if source.is_argument else self.tensors[index]
 

@@ -89,14 +89,14 @@ class FootprintMeter:
             self._storage(output).is_output = True
         own = [storage for storage in self._storages.values() if not storage.is_source]
         end = self._node - 1
-        ready_bytes = sum(storage.size_bytes for storage in own if _is_kept(storage))
+        ready_bytes = sum(storage.size_bytes for storage in own if _outlives_replay(storage))
         replay, backward = _Levels(self._node), _Levels(self._node)
         for storage in own:
             size = storage.size_bytes
             # What autograd saves, and outputs, live until backward; all else until the last node that reads it.
-            replay.add(storage.made_by, end if _is_kept(storage) else storage.last_use, size)
+            replay.add(storage.made_by, end if _outlives_replay(storage) else storage.last_use, size)
             # The caller holds an output to the end, autograd frees the rest at the node that saved it.
-            if _is_kept(storage):
+            if _outlives_replay(storage):
                 backward.add(0 if storage.is_output else storage.saved_by or 0, end, size)
             # Its gradient exists from its last use, which backward reaches first, until the node that made it.
             if storage.requires_grad and (storage.uses or not storage.is_output):
@@ -124,7 +124,7 @@ class FootprintMeter:
         return known
 
 
-def _is_kept(storage: _Storage) -> bool:
+def _outlives_replay(storage: _Storage) -> bool:
     return storage.is_output or storage.saved_by is not None
 
 

@@ -408,9 +408,9 @@ class Replay:
         Raises:
             ProgramError: The replay saved fewer tensors, or was made without `keep_saved`.
         """
-        if index >= len(self._packing.kept):
-            raise ProgramError(f"there is no saved tensor {index}: the replay kept {len(self._packing.kept)}")
-        return self._packing.kept[index]
+        if index >= len(self._packing.tensors):
+            raise ProgramError(f"there is no saved tensor {index}: the replay kept {len(self._packing.tensors)}")
+        return self._packing.tensors[index]
 
     def output(self, position: int) -> Tensor:
         """Returns the output at a position of `Program.outputs`, detached. It shares memory with the replay."""

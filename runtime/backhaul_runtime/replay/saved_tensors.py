@@ -49,14 +49,14 @@ class SavedTensorPacker:
     """The pack hook of a replay. The graph keeps the hook alive, so the hook must not refer to the graph's owner.
 
     Args:
-        keep_saved: Whether to keep the saved tensors in `kept`.
+        keep_saved: Whether to keep the saved tensors in `tensors`.
         contents: Computes the digests of tensors' contents.
         fixed: Keys of the storages of sources that are not written to; None if no random projections are needed.
         meter: Measures the replay's footprint; None if it is not measured.
 
     Attributes:
         digests: The digest of each saved tensor, in order; possibly still on an accelerator.
-        kept: The saved tensors, in order; empty unless `keep_saved` is set.
+        tensors: The saved tensors, in order; empty unless `keep_saved` is set.
         op: Name of the op that runs. The replay sets it before each op.
         reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
         is_undefined: Says which of the tensors that the op saves have undefined bytes; None if none has.
@@ -78,7 +78,7 @@ class SavedTensorPacker:
         self.projections: list[list[Tensor]] = []
         self.digests: list[Digest] = []
         self._contents = contents
-        self.kept: list[VersionedTensor] = []
+        self.tensors: list[VersionedTensor] = []
         self.op = ""
         self.reads: bytes | None = None
         self.is_undefined: Callable[[Tensor], bool] | None = None
@@ -100,7 +100,7 @@ class SavedTensorPacker:
             self.of_functions[self.op].add(storage_key(tensor))
         saved = VersionedTensor(len(self.digests) - 1, tensor)
         if self._keep_saved:
-            self.kept.append(saved)
+            self.tensors.append(saved)
         return saved
 
     def begin_op(self, op: str) -> None:
@@ -142,7 +142,7 @@ class SavedTensorPacker:
         if self.wants_projections:
             self.projections.append([])
         if self._keep_saved:
-            self.kept.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
+            self.tensors.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
 
 
 _NOTHING = torch.empty(0)

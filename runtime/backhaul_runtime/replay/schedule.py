@@ -79,13 +79,13 @@ class _Segment:
     held_bytes: int | None = None  # None while it holds nothing
 
     @property
-    def kept_bytes(self) -> int:
+    def live_bytes(self) -> int:
         return self.footprint.ready_bytes if self.held_bytes is None else self.held_bytes
 
     @property
     def beside_bytes(self) -> int:
-        """The bytes that its next execution takes in addition to `kept_bytes`, and that are freed afterwards."""
-        return 0 if self.is_done else max(0, self.footprint.execution_bytes - self.kept_bytes)
+        """The bytes that its next execution takes in addition to `live_bytes`, and that are freed afterwards."""
+        return 0 if self.is_done else max(0, self.footprint.execution_bytes - self.live_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -132,22 +132,22 @@ class _Session:
         )
         return [(number, item.held_bytes or 0) for number, item in items]
 
-    def to_be_kept(self, room_bytes: int) -> list[tuple[int, _Segment]]:
+    def to_be_live(self, room_bytes: int) -> list[tuple[int, _Segment]]:
         """Returns the segments that are to hold a replay within `room_bytes`, in the order of need (Rule 2)."""
-        kept = []
+        live = []
         beside = 0
         in_order = chain(self.next_requests(), self._to_come(), self.others_in_order_of_need())
         for number, segment in islice(in_order, MOST_AHEAD):
             if number is not None and segment.held_bytes is None and not segment.is_expected:
                 continue
             # The sources of a segment that is not saved yet take room too; those of saved ones are charged already.
-            room_bytes -= segment.kept_bytes + (segment.source_bytes if number is None else 0)
+            room_bytes -= segment.live_bytes + (segment.source_bytes if number is None else 0)
             beside = max(beside, segment.beside_bytes)
             if room_bytes < beside:
                 break
             if number is not None:
-                kept.append((number, segment))
-        return kept
+                live.append((number, segment))
+        return live
 
     def _to_come(self) -> Iterator[tuple[None, _Segment]]:
         """Yields the segments of the previous forward that the present one has yet to save, last one first."""
@@ -284,15 +284,15 @@ class Schedule:
         session = self._sessions[name]
         # A session may keep its share, and also the room that no other session holds at present.
         share = room_bytes // sharing if session.segments else 0
-        kept = session.to_be_kept(max(share, room_bytes - self.held_bytes + session.held_bytes))
+        live = session.to_be_live(max(share, room_bytes - self.held_bytes + session.held_bytes))
         if session.reached is None:
-            kept.sort(key=lambda item: item[1].order if item[0] not in session.announced else 0)
-        for number, segment in kept:
+            live.sort(key=lambda item: item[1].order if item[0] not in session.announced else 0)
+        for number, segment in live:
             if segment.has_work:
                 missing_bytes = self.held_bytes + segment.work_bytes - room_bytes
                 if missing_bytes <= 0:
                     return ScheduledWork((name, number), ())
-                numbers = {kept_number for kept_number, _ in kept}
+                numbers = {live_number for live_number, _ in live}
                 own = [item for item in session.ready() if item[0] not in numbers]
                 evicts = self._evictions(name, own, session.held_bytes + segment.work_bytes, missing_bytes)
                 return None if evicts is None else ScheduledWork((name, number), evicts)

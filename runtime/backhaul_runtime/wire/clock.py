@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 DRIFT = 1e-4
 """Seconds by which two clocks may drift apart in a second: twice what a cheap quartz is specified for."""
-KEPT_COMPARISONS = 32
+MAX_COMPARISONS = 32
 
 
 class ClockEstimate(NamedTuple):
@@ -48,7 +48,7 @@ class ClockOffset:
     """Estimates the offset of another clock by NOTE [Clocks]. One thread compares, any thread may read."""
 
     def __init__(self) -> None:
-        self._comparisons: deque[_Comparison] = deque(maxlen=KEPT_COMPARISONS)
+        self._comparisons: deque[_Comparison] = deque(maxlen=MAX_COMPARISONS)
 
     def compare(self, asked_at_s: float, theirs_s: float, answered_at_s: float) -> None:
         """Adds a time of the other clock that was read between two times of ours. All are in seconds."""
@@ -63,9 +63,9 @@ class ClockOffset:
 
     def estimate(self, now_s: float) -> ClockEstimate:
         """Returns what is known at a time of our clock, in seconds."""
-        kept = tuple(self._comparisons)  # a copy, because another thread may compare meanwhile
-        if not kept:
+        comparisons = tuple(self._comparisons)  # a copy, because another thread may compare meanwhile
+        if not comparisons:
             return UNKNOWN
-        best = min(kept, key=lambda comparison: comparison.error_s(now_s))
-        shortest_s = min(comparison.round_trip_s for comparison in kept)
+        best = min(comparisons, key=lambda comparison: comparison.error_s(now_s))
+        shortest_s = min(comparison.round_trip_s for comparison in comparisons)
         return ClockEstimate(best.offset_s, best.error_s(now_s), shortest_s)

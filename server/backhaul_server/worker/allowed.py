@@ -80,14 +80,14 @@ def import_allowed(allowed: Sequence[str]) -> OfferedNames:
 def _quiet() -> Iterator[None]:
     """Sends what modules print to standard error: the first line of standard output says that the worker is ready."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _forbid_downloads() -> None:

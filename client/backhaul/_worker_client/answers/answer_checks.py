@@ -53,7 +53,7 @@ def contributions_in(
     used = [source for source, _ in due]
     if sources != used:  # contributions are added in this order, so another one would give other bits
         raise TransferError(f"the answer has gradients for the sources {sources}, one per use, but forward used {used}")
-    stayed = {contribution.source for contribution in result.contributions if contribution.kept}
+    stayed = {contribution.source for contribution in result.contributions if contribution.uncollected}
     # A gradient that stays where no later message adds it would be missing from the sum.
     if forbidden := stayed.difference(slots):
         raise TransferError(f"the worker kept gradients of the sources {sorted(forbidden)}, which was not allowed")

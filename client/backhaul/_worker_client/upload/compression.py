@@ -43,7 +43,7 @@ THIN_BYTES_PER_S = 150e6
 LINK_BYTES = 1 << 20
 """Sending fewer bytes takes mostly the time of round trips, so it does not tell how thin the link is."""
 
-FEWEST_RATES, KEPT_RATES = 3, 8
+FEWEST_RATES, MAX_RATES = 3, 8
 """The number of large uploads before the rate of a link is known, and of the last ones that determine it."""
 
 MARGIN = 2.0
@@ -204,7 +204,7 @@ class Compression:
         self._failures = self._paused = 0
         self._checked_at_s = -_CHECK_S
         self._is_short = False
-        self._rates: deque[float] = deque(maxlen=KEPT_RATES)
+        self._rates: deque[float] = deque(maxlen=MAX_RATES)
 
     @property
     def bytes_per_s(self) -> float:

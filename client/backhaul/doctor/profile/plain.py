@@ -110,16 +110,16 @@ class PlainMeasurement:
 
     def profile(self) -> PlainProfile:
         """Returns what the rounds so far cost. There must be one."""
-        target, kept = self._target, self._rounds
+        target, rounds = self._target, self._rounds
         layers = target.layers
         trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
-        layer, args, kwargs = kept[0][0].inputs[len(kept[0][0].inputs) // 2]
+        layer, args, kwargs = rounds[0][0].inputs[len(rounds[0][0].inputs) // 2]
         boundary = first_tensor((args, kwargs))
-        saved = [one.layer_bytes // len(layers) for one, _, _ in kept]
-        in_layers = [sum(b - a for a, b in zip(one.entered, one.left, strict=True)) for one, _, _ in kept]
-        backward_in_layers = [_backward_in_layers(one, ends) for one, _, ends in kept]
-        outside_forward = [took[0] - inside for (_, took, _), inside in zip(kept, in_layers, strict=True)]
-        outside_backward = [took[1] - inside for (_, took, _), inside in zip(kept, backward_in_layers, strict=True)]
+        saved = [one.layer_bytes // len(layers) for one, _, _ in rounds]
+        in_layers = [sum(b - a for a, b in zip(one.entered, one.left, strict=True)) for one, _, _ in rounds]
+        backward_in_layers = [_backward_in_layers(one, ends) for one, _, ends in rounds]
+        outside_forward = [took[0] - inside for (_, took, _), inside in zip(rounds, in_layers, strict=True)]
+        outside_backward = [took[1] - inside for (_, took, _), inside in zip(rounds, backward_in_layers, strict=True)]
         by_layer = _own_tensors(layers)
         saved_bytes = max(saved)
         return PlainProfile(
@@ -130,7 +130,7 @@ class PlainMeasurement:
             outside_backward_s=max(0.0, undisturbed(outside_backward)),
             boundary_bytes=boundary.nbytes if boundary is not None else 0,
             saved_bytes=saved_bytes,
-            outside_bytes=max(one.outside_bytes for one, _, _ in kept),
+            outside_bytes=max(one.outside_bytes for one, _, _ in rounds),
             transient_bytes=_peak_bytes(lambda: _without_gradients(layer, args, kwargs), target.device),
             trained_bytes=sum(tensor.nbytes for tensor in by_layer if tensor.requires_grad) // len(layers),
             frozen_bytes=sum(tensor.nbytes for tensor in by_layer if not tensor.requires_grad) // len(layers),

@@ -141,8 +141,8 @@ def _build_wrapper(cls: Any, parts: Sequence[Any]) -> Any:
 
 def attributes_of(value: Any, leave_out: Sequence[str] = ()) -> list[Any]:
     """Returns the names of an object's attributes, in order and joined by commas, followed by their values."""
-    kept = [name for name in attribute_names(value) if name not in leave_out]
-    return [",".join(kept), *[getattr(value, name) for name in kept]]
+    names = [name for name in attribute_names(value) if name not in leave_out]
+    return [",".join(names), *[getattr(value, name) for name in names]]
 
 
 def with_attributes(made: Any, parts: Sequence[Any]) -> Any:

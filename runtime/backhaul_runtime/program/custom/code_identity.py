@@ -234,7 +234,7 @@ class _Walk:
         # Of what was visited, by its id. Only functions and classes count: caches hold other things, and differ.
         self._numbers: dict[int, int] = {}
         self._count = 0
-        self._kept: list[Any] = []  # so that no id is used twice
+        self._alive: list[Any] = []  # so that no id is used twice
         # By the id of the mapping, which the second field keeps.
         self._reads: dict[int, tuple[Mapping[str, Any], list[str], list[Any]]] = {}
         self._cells: list[tuple[CellType, Any]] = []
@@ -268,12 +268,12 @@ class _Walk:
     def _is_new(self, value: Any) -> bool:
         if id(value) in self._numbers:
             return False
-        if len(self._kept) >= MAX_FUNCTIONS:
+        if len(self._alive) >= MAX_FUNCTIONS:
             self.obstacle = _NOT_COMPARED
             return False
         self._numbers[id(value)] = self._count
         self._count += isinstance(value, (FunctionType, type))
-        self._kept.append(value)
+        self._alive.append(value)
         return True
 
     def _class(self, cls: type) -> None:

@@ -201,7 +201,7 @@ class CustomFunctions:
         for tensor in check.tensors:
             self._contexts.add(tensor)
             if is_plain(type(tensor)):
-                self._check_kept(name, tensor)
+                self._check_own(name, tensor)
         self._call.builder.note_save()
         saved = SavedTensor(check.digest(), f"{name} (all that it read and kept)", CHECKED, -1, 0)
         self._call.recording.saved.append(saved)
@@ -219,9 +219,9 @@ class CustomFunctions:
         """
         self._saved.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
         if is_hidden:
-            self._check_kept(self._call.op.name, tensor)
+            self._check_own(self._call.op.name, tensor)
 
-    def _check_kept(self, name: str, tensor: Tensor) -> None:
+    def _check_own(self, name: str, tensor: Tensor) -> None:
         """Raises Refusal if a custom function keeps a tensor that is neither its own nor an argument of anything.
 
         Its backward may read it after others have changed it, or write to it.

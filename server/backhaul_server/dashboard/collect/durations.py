@@ -10,7 +10,7 @@ from math import inf
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.wire.telemetry import BOUNDS_S
 
-KEPT_S = 900
+RETENTION_S = 900
 METHODS = 32
 """The number of methods that are counted separately."""
 ERRORS = len(BOUNDS_S) + 1
@@ -54,7 +54,7 @@ class Tally:
 
     def __init__(self) -> None:
         self._methods: dict[str, int] = {}
-        self._packed: deque[tuple[int, bytes]] = deque(maxlen=KEPT_S)
+        self._packed: deque[tuple[int, bytes]] = deque(maxlen=RETENTION_S)
         self._second = 0
         self._now: Counter[int] = Counter()
 

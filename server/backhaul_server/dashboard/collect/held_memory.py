@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from backhaul_server.dashboard.collect.series import LARGEST, Series
 from backhaul_server.dashboard.collect.trainers import RUNS, Trainers
-from backhaul_server.dashboard.collect.watched import KEPT_S, Watched
+from backhaul_server.dashboard.collect.watched import RETENTION_S, Watched
 
 HELD = ("held_bytes", "trainer_peak_bytes", "saved_bytes")
 """Bytes held on all workers for a run, its trainer's peak memory, and the bytes that workers spare the trainer."""
@@ -25,7 +25,7 @@ class WorkerMemoryOfRun:
     run: str
     trainer: str
     budget_bytes: int = 0
-    series: Series = field(default_factory=lambda: Series(KEPT_S, len(HELD)))
+    series: Series = field(default_factory=lambda: Series(RETENTION_S, len(HELD)))
 
 
 class HeldMemory:
@@ -65,5 +65,5 @@ class HeldMemory:
                     else (0, 0)
                 )
                 record.series.append(now_s, (held_bytes, *of_trainer))
-        for run in [run for run, record in self._runs.items() if record.series.at_s[-1] < now_s - KEPT_S]:
+        for run in [run for run, record in self._runs.items() if record.series.at_s[-1] < now_s - RETENTION_S]:
             del self._runs[run]

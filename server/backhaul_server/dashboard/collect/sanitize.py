@@ -52,9 +52,9 @@ def clean_report(report: telemetry_pb2.TrainerReport) -> bool:
             step.ClearField("loss")
     for call in report.calls:
         if len(call.spans) > _SPANS or any(span.lane not in LANES for span in call.spans):
-            kept = [span for span in call.spans if span.lane in LANES][:_SPANS]
+            spans = [span for span in call.spans if span.lane in LANES][:_SPANS]
             del call.spans[:]
-            call.spans.extend(kept)
+            call.spans.extend(spans)
     return True
 
 
@@ -171,7 +171,7 @@ def _clean_list(entries: MutableSequence[Any], most: int, rule: Rule) -> None:
 
 
 def _clean_map(entries: MutableMapping[str, str]) -> None:
-    kept = {clipped(key, 64): clipped(value) for key, value in sorted(entries.items())[:_ENTRIES]}
-    if kept != dict(entries):
+    clean = {clipped(key, 64): clipped(value) for key, value in sorted(entries.items())[:_ENTRIES]}
+    if clean != dict(entries):
         entries.clear()
-        entries.update(kept)
+        entries.update(clean)

@@ -14,7 +14,7 @@ class Series:
     """Rows of numbers with a time each, oldest first. The oldest rows are dropped when there are too many.
 
     Args:
-        kept: The least number of rows that are kept.
+        least_rows: The number of the newest rows that are never dropped.
         columns: The number of columns.
 
     Attributes:
@@ -22,10 +22,10 @@ class Series:
         columns: The numbers of the rows by column, each column as long as `at_s`.
     """
 
-    def __init__(self, kept: int, columns: int) -> None:
+    def __init__(self, least_rows: int, columns: int) -> None:
         self.at_s = array("d")
         self.columns = tuple(array("d") for _ in range(columns))
-        self._most = kept + _SPARE
+        self._most = least_rows + _SPARE
 
     def append(self, at_s: float, row: Sequence[float]) -> None:
         """Appends a row. A row older than the last one gets the time of the last one, as after a clock was set back."""

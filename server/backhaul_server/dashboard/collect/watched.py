@@ -15,7 +15,7 @@ from backhaul_server.dashboard.schemas.events import EventEntry, Kind
 from backhaul_server.dashboard.schemas.memory import MemoryEvent
 from backhaul_server.dashboard.schemas.now import State
 
-KEPT_S = 3_600
+RETENTION_S = 3_600
 TIERS = ("segment_bytes", "cached_bytes", "working_bytes", "result_bytes")
 NOTED_AFTER = 2
 """Polls in a row without an answer after which a worker counts as out of reach. One may be late on a busy machine, and
@@ -55,8 +55,8 @@ class Watched:
         self.error = "not asked yet"
         self.was_asked = False
         self._missed = 0  # polls in a row without an answer
-        self.memory = Series(KEPT_S, len(TIERS))
-        self.load = Series(KEPT_S, 1)
+        self.memory = Series(RETENTION_S, len(TIERS))
+        self.load = Series(RETENTION_S, 1)
         self.clock = ClockOffset()
         self.increases: deque[MemoryEvent] = deque(maxlen=_MARKS)
         self.durations = Durations(of_all)

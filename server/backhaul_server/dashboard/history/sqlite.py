@@ -228,21 +228,21 @@ class HistoryFile:
 
     def _run(self, row: sqlite3.Row, now_s: float) -> RunSummary:
         """Returns a stored run. Raises ValueError or TypeError for values of other types, as of another program."""
-        kept = dict(row)
+        stored = dict(row)
         durations = self._connection.execute(
-            "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (kept["id"], RECENT_STEPS)
+            "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (stored["id"], RECENT_STEPS)
         ).fetchall()
-        state = "ended" if kept["is_closed"] else "silent" if kept["heard_at_s"] < now_s - SILENT_S else "running"
-        sums = {name: kept[name] for name in (*SUMS, "steps") if name in Totals._fields}
+        state = "ended" if stored["is_closed"] else "silent" if stored["heard_at_s"] < now_s - SILENT_S else "running"
+        sums = {name: stored[name] for name in (*SUMS, "steps") if name in Totals._fields}
         about: dict[str, Any] = {
-            **kept,
-            **{name: json.loads(kept[name]) for name in JSON},
-            "id": run_id(kept["name"]),
-            "run": kept["name"],
-            "name": kept["label"],
+            **stored,
+            **{name: json.loads(stored[name]) for name in JSON},
+            "id": run_id(stored["name"]),
+            "run": stored["name"],
+            "name": stored["label"],
             "state": state,
             "median_step_ms": 1e3 * median(value for (value,) in durations) if durations else None,
-            "verdict": verdict(Totals(**sums, gradients=kept["remote"]), kept["peak_bytes"], kept["saved_bytes"]),
+            "verdict": verdict(Totals(**sums, gradients=stored["remote"]), stored["peak_bytes"], stored["saved_bytes"]),
         }
         return RunSummary.model_validate(about)
 

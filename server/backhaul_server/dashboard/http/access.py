@@ -69,13 +69,13 @@ class TokenMiddleware:
             return
         request = Request(scope, receive)
         answer = await self._answer(request, self._token) if self._token is not None else self._check_host(request)
-        may_be_kept = self._token is None or _path(request).startswith(OPEN_FOLDER)
+        may_be_cached = self._token is None or _path(request).startswith(OPEN_FOLDER)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                if not may_be_kept:
+                if not may_be_cached:
                     headers["Cache-Control"] = "no-store"
             await send(message)
 

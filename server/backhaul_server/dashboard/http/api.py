@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import Depends, FastAPI, HTTPException, Query
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from backhaul_server.dashboard.collect.durations import KEPT_S as KEPT_DURATIONS_S
-from backhaul_server.dashboard.collect.watched import KEPT_S
+from backhaul_server.dashboard.collect.durations import RETENTION_S as DURATIONS_RETENTION_S
+from backhaul_server.dashboard.collect.watched import RETENTION_S
 from backhaul_server.dashboard.history.selection import EventSelection
 from backhaul_server.dashboard.http.dashboard_state import DashboardState
 from backhaul_server.dashboard.http.error_answers import FULL, MISSING
@@ -101,7 +101,7 @@ def _add_network(app: FastAPI, state: DashboardState) -> None:
 
     @app.get("/api/v1/fleet", tags=["network"])
     async def all_workers(
-        seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
+        seconds: Annotated[int, Query(ge=10, le=RETENTION_S, description="How far back", examples=[600])] = 600,
         points: Annotated[int, Query(ge=1, le=600, description="Intervals at most", examples=[60])] = 60,
         since_s: Since = None,
         until_s: Until = None,
@@ -145,7 +145,7 @@ def _add_past(app: FastAPI, state: DashboardState) -> None:
 
     @app.get("/api/v1/memory", tags=["memory and latency"])
     async def memory(
-        seconds: Annotated[int, Query(ge=10, le=KEPT_S, description="How far back", examples=[600])] = 600,
+        seconds: Annotated[int, Query(ge=10, le=RETENTION_S, description="How far back", examples=[600])] = 600,
         points: Annotated[int, Query(ge=10, le=1_000, description="At most, of each series", examples=[300])] = 300,
         since_s: Since = None,
         until_s: Until = None,
@@ -157,7 +157,9 @@ def _add_past(app: FastAPI, state: DashboardState) -> None:
     async def latencies(
         of_steps: GivenRange,
         run: AnyRun = "",
-        seconds: Annotated[int, Query(ge=10, le=KEPT_DURATIONS_S, description="How far back", examples=[300])] = 300,
+        seconds: Annotated[
+            int, Query(ge=10, le=DURATIONS_RETENTION_S, description="How far back", examples=[300])
+        ] = 300,
         worker: Annotated[
             str, Query(description="Address of the worker; empty for all workers", examples=["127.0.0.1:50051"])
         ] = "",

@@ -17,7 +17,7 @@ from backhaul_server.dashboard.schemas.live import Live
 from backhaul_server.dashboard.schemas.now import Overview, SessionStatus, WorkerStatus
 from backhaul_server.dashboard.schemas.runs import RunSeries, RunSummary
 from backhaul_server.dashboard.views.events import selected_events
-from backhaul_server.dashboard.views.kept import why_not_kept
+from backhaul_server.dashboard.views.missing_details import why_missing
 from backhaul_server.dashboard.views.overview import overview
 from backhaul_server.dashboard.views.ranges import TimeRange
 from backhaul_server.dashboard.views.runs import is_wanted, merged, run_series, run_summary
@@ -88,7 +88,7 @@ class DashboardState:
         """Returns the tables of these runs, or of all runs if no id is given, and why those of some are missing."""
         runs = await self.asked(names) or list(self.watch.trainers)
         tables = [run.detail.segments for run in runs if run is not None and run.detail is not None]
-        return tables, why_not_kept("Segments", runs)
+        return tables, why_missing("Segments", runs)
 
     def worker(self, address: str) -> Watched:
         """Returns a worker by address. Raises HTTPException 404 if it is not watched."""
@@ -99,8 +99,8 @@ class DashboardState:
 
     async def events(self, wanted: EventSelection) -> EventList:
         """Returns a page of events: those of the history, or those in memory while there is none."""
-        kept = None if self.history.error else await self.history.events(wanted)
-        return selected_events(self.watch.events, wanted, self._name_of) if kept is None else kept
+        past = None if self.history.error else await self.history.events(wanted)
+        return selected_events(self.watch.events, wanted, self._name_of) if past is None else past
 
     def _name_of(self, run: str) -> str:
         """Returns the name and rank of a run that reports now; empty for any other."""
@@ -111,30 +111,30 @@ class DashboardState:
         """Returns a page of the runs of the history and of those in memory, and the number of both on all pages."""
         now_s = time.time()
         current = {run.id: run for run in self.watch.trainers if is_wanted(run, wanted)}
-        kept = await self.history.runs(wanted, list(current))
+        past = await self.history.runs(wanted, list(current))
         summaries = {}
-        for stored in kept.runs:
+        for stored in past.runs:
             run = self.watch.trainers.find(stored.run)
             summaries[stored.run] = stored if run is None else merged(stored, run, now_s)
-        new = [run_summary(run, now_s) for name, run in current.items() if name not in kept.stored]
+        new = [run_summary(run, now_s) for name, run in current.items() if name not in past.stored]
         summaries |= {run.run: run for run in new if (run.started_at_s, run.run) < wanted.before}
         page = sorted(summaries.values(), key=lambda run: (run.started_at_s, run.run), reverse=True)
-        return page[: wanted.limit], kept.total + len(new)
+        return page[: wanted.limit], past.total + len(new)
 
     async def run_by_id(self, name: str) -> RunSummary:
         """Returns a run of the history or in memory. Raises HTTPException 404 if neither knows it."""
-        kept = await self.history.runs(RunSelection(1, id=name))
+        past = await self.history.runs(RunSelection(1, id=name))
         run = self.watch.trainers.find(name)
-        if kept.runs:
-            return kept.runs[0] if run is None else merged(kept.runs[0], run, time.time())
+        if past.runs:
+            return past.runs[0] if run is None else merged(past.runs[0], run, time.time())
         return run_summary(self.run(name), time.time())
 
     async def series(self, name: str, points: int, within: TimeRange) -> RunSeries:
         """Returns the steps of a run. Raises HTTPException 404 if it is unknown."""
-        kept = None
+        past = None
         if not self.history.error:
-            kept = await self.history.series(name, points, within.since_s, within.until_s)
-        if kept is not None:
-            return kept
+            past = await self.history.series(name, points, within.since_s, within.until_s)
+        if past is not None:
+            return past
         run = self.run(name)
         return run_series(run, points, within, self.watch.shift_s(run))

@@ -37,9 +37,9 @@ def _run(held: WorkerMemoryOfRun, shown: TimeRange, width_s: int) -> HeldHistory
 
 def _points(series: Series, names: Sequence[str], shown: TimeRange, width_s: int) -> dict[str, Any]:
     """Returns the times and the columns of a series by their names, thinned out."""
-    kept = _thin(series, shown, width_s)
-    columns = {name: [int(column[index]) for index in kept] for name, column in zip(names, series.columns, strict=True)}
-    return {"at_s": [series.at_s[index] for index in kept], **columns}
+    rows = _thin(series, shown, width_s)
+    columns = {name: [int(column[index]) for index in rows] for name, column in zip(names, series.columns, strict=True)}
+    return {"at_s": [series.at_s[index] for index in rows], **columns}
 
 
 def _thin(series: Series, shown: TimeRange, width_s: int) -> list[int]:

@@ -20,7 +20,7 @@ from backhaul_server.dashboard.schemas.timeline import (
     TimelineRun,
     TimelineStep,
 )
-from backhaul_server.dashboard.views.kept import why_not_kept
+from backhaul_server.dashboard.views.missing_details import why_missing
 from backhaul_server.dashboard.views.ranges import EVER, TimeRange
 
 BARS = 20_000
@@ -163,7 +163,7 @@ def timeline(
         runs=[TimelineRun.of(run.about, aligned, run=run.id) for run, aligned in runs],
         workers=[clock for run, _ in runs for clock in _clocks(run)],
         why_empty="",
-        note=why_not_kept("Timelines", [*(run for run, _ in runs), *[None] * forgotten]),
+        note=why_missing("Timelines", [*(run for run, _ in runs), *[None] * forgotten]),
         spans=[],
         calls=[],
         left_out=sum(part.left_out for part in parts),
@@ -172,8 +172,8 @@ def timeline(
         _add(shown, part, begin_s - part.shift_s)
     if not shown.spans:
         known = [run for run, _ in runs]
-        is_kept = any(run.detail is not None for run in known)
-        if shown.note and not is_kept:
+        has_details = any(run.detail is not None for run in known)
+        if shown.note and not has_details:
             shown.why_empty = shown.note
         else:
             shown.why_empty = _why_empty(known, has_steps=bool(ended), is_ever=within == EVER)

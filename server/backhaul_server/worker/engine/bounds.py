@@ -28,7 +28,7 @@ from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.heap import return_freed_memory
 
 _MARGIN_BYTES, _MARGIN_PART = 64 << 20, 10
-_KEPT_BYTES = 100 << 20
+_RETAINED_BYTES = 100 << 20
 _GRAIN = 1 << 15  # elements for which torch takes another thread
 _PAGE = resource.getpagesize()
 _RESIDENT, _SHARED, _DATA = 1, 2, 5  # fields of statm
@@ -44,7 +44,7 @@ class ExecutionMemory:
     def __init__(self, budget_bytes: int) -> None:
         self._margin_bytes = _MARGIN_BYTES + budget_bytes // _MARGIN_PART
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        self._most_bytes = self._private_bytes() + budget_bytes + budget_bytes // _MARGIN_PART + _KEPT_BYTES
+        self._most_bytes = self._private_bytes() + budget_bytes + budget_bytes // _MARGIN_PART + _RETAINED_BYTES
         self._threads = 0
 
     def begin(self, charged_bytes: int) -> int:

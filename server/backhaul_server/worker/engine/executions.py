@@ -206,7 +206,7 @@ class ExecutionResult:
         tensor_digests: Addresses of the bundle's tensors; empty unless the trainer wanted them.
         saved_projections: Random projections of the saved tensors; empty unless the trainer wanted them.
         chained: By source, the gradients of sources that are outputs of earlier segments.
-        kept: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
+        uncollected: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: Seconds that the replay took.
         backward_at_s: When the backward began, in seconds since 1970; 0 for a recompute.
@@ -219,7 +219,7 @@ class ExecutionResult:
     tensor_digests: tuple[bytes, ...] = ()
     saved_projections: Sequence[tuple[float, ...]] = ()
     chained: Mapping[int, OutgoingTensor] = field(default_factory=dict)
-    kept: Set[int] = frozenset()
+    uncollected: Set[int] = frozenset()
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
@@ -248,17 +248,17 @@ class ExecutionResult:
         """Number of digests, projections, contributions and views, which the time to encode the result grows with."""
         return len(self.saved_digests) + len(self.saved_projections) + len(self.sources) + len(self.bundle.views)
 
-    def kept_bytes(self, sources: Sequence[Tensor]) -> int:
+    def live_bytes(self, sources: Sequence[Tensor]) -> int:
         """Returns the bytes that the result keeps alive: the storages of its tensors, and its lists.
 
         Args:
             sources: The segment's sources. The store charges their storages already.
         """
-        held = {storage_key(tensor) for tensor in sources}
+        counted = {storage_key(tensor) for tensor in sources}
         storage_bytes = 0
         for outgoing in (*self.bundle.tensors, *self.chained.values()):
-            if (key := storage_key(outgoing.tensor)) not in held:
-                held.add(key)
+            if (key := storage_key(outgoing.tensor)) not in counted:
+                counted.add(key)
                 storage_bytes += outgoing.tensor.untyped_storage().nbytes()
         numbers = sum(map(len, self.saved_projections))
         parts = self.parts + len(self.chained) + len(self.bundle.tensors)

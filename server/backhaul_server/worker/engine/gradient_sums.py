@@ -329,7 +329,7 @@ def _without(
                 sent.add(index)
                 leaving.add(source)
     contributions: dict[int, list[Tensor]] = {}
-    kept = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
-    for position, index in kept:
+    staying = sorted((view.position, view.tensor_index) for view in bundle.views if view.tensor_index not in sent)
+    for position, index in staying:
         contributions.setdefault(slots[result.sources[position]], []).append(bundle.tensors[index].tensor)
-    return replace(result.only(sent), kept=frozenset(position for position, _ in kept)), contributions
+    return replace(result.only(sent), uncollected=frozenset(position for position, _ in staying)), contributions

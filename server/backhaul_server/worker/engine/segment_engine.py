@@ -44,7 +44,7 @@ from backhaul_server.worker.limits import ALL_REQUESTS, REQUESTS
 
 logger = logging.getLogger("backhaul.worker")
 
-KEPT_GRADIENTS = 8
+MAX_CACHED_GRADIENTS = 8
 """The number of gradients per session that are cached for the next requests."""
 
 
@@ -231,11 +231,11 @@ class SegmentEngine:
         return self._executor.position(segment.job)
 
     def keep_gradients(self, session: SessionState, addresses: Iterable[bytes]) -> None:
-        """Keeps cached gradients for the session's next requests, and frees all but the last `KEPT_GRADIENTS`."""
+        """Keeps cached gradients for the session's next requests, and frees all but the last `MAX_CACHED_GRADIENTS`."""
         for address in addresses:
             session.gradients[address] = None
             session.gradients.move_to_end(address)
-        while len(session.gradients) > KEPT_GRADIENTS:
+        while len(session.gradients) > MAX_CACHED_GRADIENTS:
             oldest, _ = session.gradients.popitem(last=False)
             self._store.disown(session, [oldest])
 
@@ -457,7 +457,7 @@ class SegmentEngine:
         sources = segment.inputs.sources if segment.inputs is not None else ()
         # The request stays with its result for repeated requests, and with it the addresses of its gradients.
         inputs_bytes = PART_BYTES * len(request.backward_inputs.addresses) if request.backward_inputs is not None else 0
-        self._store.keep_result((segment.key, key), result.kept_bytes(sources) + inputs_bytes, drop)
+        self._store.keep_result((segment.key, key), result.live_bytes(sources) + inputs_bytes, drop)
         self._cache_gradients(segment.session, result)
         request.answer.set_result(result)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import NamedTuple
 
-KEPT_EVENTS = 32
+MAX_EVENTS = 32
 """The number of events that a segment's history keeps."""
 
 
@@ -71,7 +71,7 @@ class InvalidTransitionError(AssertionError):
 
     Attributes:
         event: The illegal event with the phase and its arguments, such as "SAVED: ran(backward 2)".
-        story: The segment's last `KEPT_EVENTS` legal events in the same form, oldest first.
+        story: The segment's last `MAX_EVENTS` legal events in the same form, oldest first.
     """
 
     def __init__(self, event: str, story: tuple[str, ...]) -> None:
@@ -167,7 +167,7 @@ class SegmentMachine:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last `KEPT_EVENTS` events with the phase that each one met, oldest first."""
+        """The last `MAX_EVENTS` events with the phase that each one met, oldest first."""
         return tuple(self._history.splitlines())
 
     @property
@@ -265,5 +265,5 @@ class SegmentMachine:
             raise InvalidTransitionError(entry, self.story)
         # One string takes a third of a list of events. A trainer that repeats requests can fill the history of every
         # segment, and that memory must fit what the store charges for a segment.
-        self._history = "\n".join((*self.story[1 - KEPT_EVENTS :], entry))
+        self._history = "\n".join((*self.story[1 - MAX_EVENTS :], entry))
         self.phase = following

@@ -218,7 +218,7 @@ def _left_by_backward(segment: Segment, made: SpeculativeBackward | None) -> Kee
         segment.ready = segment.speculation = None
         return Keep(segment, None)
     if made is not None and made.result is not None:
-        return Keep(segment, made.result.kept_bytes(segment.inputs.sources), is_done=True)
+        return Keep(segment, made.result.live_bytes(segment.inputs.sources), is_done=True)
     return Keep(segment, segment.footprint.ready_bytes if segment.ready is not None else None)
 
 

@@ -113,7 +113,7 @@ class _Entry(Generic[T]):
 @dataclass(slots=True)
 class _Possession:
     references: int = 0  # the owner's segments that name the entry
-    is_kept: bool = False  # it stays cached when no segment names it, for a later one
+    stays_cached: bool = False  # it stays cached when no segment names it, for a later one
     named_bytes: int = 0  # what the owner is counted with while there are references
 
 
@@ -300,7 +300,7 @@ class Store(Generic[T]):
         for address in addresses:
             possession = possessions.get(address)
             if possession is not None:
-                possession.is_kept = False
+                possession.stays_cached = False
                 self._dispossess(owner, address, possession)
 
     def remove_owner(self, owner: Owner) -> None:
@@ -314,7 +314,7 @@ class Store(Generic[T]):
 
     def _dispossess(self, owner: Owner, address: bytes, possession: _Possession) -> None:
         """Ends a possession unless segments of the owner need it. The entry goes with its last owner (Rule 3)."""
-        if possession.references or possession.is_kept:
+        if possession.references or possession.stays_cached:
             return
         name, state = (owner.account, address), self._owners[owner]
         entry = self._entries[name]
@@ -422,7 +422,7 @@ class Store(Generic[T]):
                 possession.named_bytes = entry.size_bytes
                 state.named_bytes += entry.size_bytes
             possession.references += 1
-            possession.is_kept |= address not in transient_addresses
+            possession.stays_cached |= address not in transient_addresses
         self._segments[segment] = _Segment(owner, names, need_bytes, own_bytes)
         insort(self._needs, need_bytes)
         return added + own_bytes
@@ -615,8 +615,8 @@ class Store(Generic[T]):
         """Returns the charged bytes that cannot be evicted, without those of the execution in progress."""
         count = self._bytes
         shared = count["shared"] + self.free_shared_bytes()  # evicting a shared tensor only makes free shared bytes
-        kept = count["segments"] + count["sessions"] + count["arriving"] + count["sending"] + count["sums"]
-        return kept + shared + self._pinned_bytes
+        fixed = count["segments"] + count["sessions"] + count["arriving"] + count["sending"] + count["sums"]
+        return fixed + shared + self._pinned_bytes
 
     def _charged_bytes(self) -> int:
         return sum(self._bytes.values()) - self._bytes["reserve"] + self.free_shared_bytes()

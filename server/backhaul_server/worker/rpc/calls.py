@@ -36,7 +36,7 @@ from backhaul_server.worker.rpc.meter import RpcMeter
 
 logger = logging.getLogger("backhaul.worker")
 
-_KEPT_OF_ERROR = 500
+_MAX_ERROR_CHARACTERS = 500
 
 _MAX_DETAILS = 1_000
 _UNPRINTABLE = re.compile(r"[^ -~]")
@@ -155,7 +155,7 @@ class Servicer:
         session = self.worker.sessions.get(session_id or getattr(key, "session", ""))
         extra = {}
         if session is not None and session.account is self.account:
-            session.last_error = shown[:_KEPT_OF_ERROR]
+            session.last_error = shown[:_MAX_ERROR_CHARACTERS]
             segment = session.segments.get(getattr(key, "segment", 0))
             extra = about(session.run, segment.name if segment else getattr(request, "name", ""))
         if isinstance(error, BackhaulError):

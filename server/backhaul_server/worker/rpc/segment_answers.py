@@ -101,7 +101,7 @@ async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
 def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contribution]:
     """Encodes the contributions of a backward, in their order."""
     contributions = [
-        segment_pb2.Contribution(source=source, kept=position in result.kept)
+        segment_pb2.Contribution(source=source, uncollected=position in result.uncollected)
         for position, source in enumerate(result.sources)
     ]
     for view in result.bundle.views:

@@ -12,7 +12,7 @@ import { onRange, rangeBounds, rangeQuery } from "./range.js";
 import { isUnknown, nameWithRank, onScope, shownRun } from "./scope.js";
 import { problems, sub, Table } from "./table.js";
 
-const KEPT_S = 900; // the dashboard forgets older durations
+const RETENTION_S = 900; // the dashboard forgets older durations
 const PHASES = [
   { field: "upload", hint: "Sending the inputs of segments to workers" },
   { field: "queue", hint: "Waiting on a worker for earlier segments" },
@@ -77,10 +77,10 @@ function showPhases(all) {
 
 async function refresh(signal) {
   const run = shownRun();
-  const asked = { ...rangeQuery(KEPT_S), run: isUnknown(run) ? "" : run, worker: state("worker"), method: state("rpc") };
+  const asked = { ...rangeQuery(RETENTION_S), run: isUnknown(run) ? "" : run, worker: state("worker"), method: state("rpc") };
   const latency = await ask("api/v1/latency", asked, signal);
   const [since] = rangeBounds();
-  byId("latency-kept").hidden = since > Date.now() / 1000 - KEPT_S - 1;
+  byId("latency-retention").hidden = since > Date.now() / 1000 - RETENTION_S - 1;
   rpcs.update(latency.rpcs, "No calls in this time range. Start a training with backhaul.connect(), or choose a longer time range.");
   heat.update(latency.heat, asked.method);
   showPhases(latency.phases);

@@ -35,10 +35,10 @@ const COLUMNS = [
 
 /** Returns the reason of the last call, then the other reasons with their number of calls and the age of the last. */
 function whyOf(row) {
-  const kept = new Map(row.reasons.map((one) => [one.reason, one]));
-  const reasons = [...new Set([...(row.reason ? [row.reason] : []), ...kept.keys()])];
+  const byReason = new Map(row.reasons.map((one) => [one.reason, one]));
+  const reasons = [...new Set([...(row.reason ? [row.reason] : []), ...byReason.keys()])];
   const nodes = reasons.map((reason) => {
-    const one = kept.get(reason);
+    const one = byReason.get(reason);
     const calls = one ? `${count(one.calls)} ${one.calls === 1 ? "call" : "calls"}, last ${duration(nowS - one.last_at_s)} ago` : "";
     return element("span", { class: "why" }, element("span", one?.is_fallback ? { class: "errors" } : {}, reason), sub(calls));
   });

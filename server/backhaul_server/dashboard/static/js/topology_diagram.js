@@ -225,9 +225,9 @@ function fontSize(row) {
 /** Shortens a label in its middle until it fits into a width in pixels: its end, such as a port, tells nodes apart. */
 function shortened(label, width) {
   let shown = label;
-  for (let kept = label.length - 1; kept >= FEWEST_CHARACTERS && ruler.measureText(shown).width > width; kept -= 1) {
-    const end = Math.min(LONGEST_END, Math.ceil(kept / 2));
-    shown = `${label.slice(0, kept - end)}…${label.slice(-end)}`;
+  for (let left = label.length - 1; left >= FEWEST_CHARACTERS && ruler.measureText(shown).width > width; left -= 1) {
+    const end = Math.min(LONGEST_END, Math.ceil(left / 2));
+    shown = `${label.slice(0, left - end)}…${label.slice(-end)}`;
   }
   return shown;
 }

@@ -8,7 +8,7 @@ from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS
 from backhaul_server.dashboard.collect.training_runs import TrainerRun
 
 
-def why_not_kept(what: Literal["Segments", "Timelines"], runs: Sequence[TrainerRun | None]) -> str:
+def why_missing(what: Literal["Segments", "Timelines"], runs: Sequence[TrainerRun | None]) -> str:
     """Returns a sentence on runs whose segments or timelines are not kept, and what to do; empty if those of all are.
 
     Args:
