@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from backhaul import BudgetError, DrainingError, ProgramError, SegmentUnknownError, SessionUnknownError
+from backhaul import BudgetError, DrainingError, LimitError, ProgramError, SegmentUnknownError, SessionUnknownError
 from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.program import NODE_BYTES, Node, Program, ResultRef, Source, SourceRef
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_server.worker.engine import executions
+from backhaul_server.worker.engine import executions, segment_saver
 from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
+from backhaul_server.worker.limits import Limit
 
 FIRST = Key("backward", 1)
 START = executions.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
@@ -157,6 +158,42 @@ async def test_a_repeated_save_changes_nothing(worker: Worker) -> None:
     before = worker.store.usage().segments
     assert await saved(worker, session) is segment
     assert worker.store.usage().segments == before
+
+
+@in_worker()
+async def test_what_replaces_a_prediction_is_bounded_as_well(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_saver, "NAMED", Limit("sources", 1, "of the test"))
+    session = worker.open_session("trainer")
+    program = await worker.put_program(session, squaring())
+    address = put(worker, session, torch.ones(4))
+    worker.saver.save(session, 1, program, [address], [], [], "", False, is_predicted=True)
+    with pytest.raises(LimitError, match="2 sources"):
+        worker.saver.save(session, 1, program, [address] * 2, [], [], "", False)
+
+
+@in_worker()
+async def test_the_sources_of_a_prediction_are_not_derived(worker: Worker) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    program, address, layout = segment.addresses[0], b"of an output", layout_of(torch.ones(4))
+
+    def save(number: int, *, is_predicted: bool) -> tuple[bool, list[bytes]]:
+        return worker.saver.save(
+            session,
+            number,
+            program,
+            [address],
+            [],
+            [],
+            "",
+            False,
+            {0: (1, 0)},
+            {0: layout},
+            is_predicted=is_predicted,
+        )
+
+    assert save(2, is_predicted=True) == (False, [address])
+    assert save(2, is_predicted=False) == (False, [])
 
 
 @in_worker()

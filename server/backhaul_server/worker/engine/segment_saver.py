@@ -111,18 +111,18 @@ class SegmentSaver:
         # A repeated save, or a prediction that its confirmation has overtaken, must not replace what may run already.
         if present is not None and (is_predicted or present.is_confirmed):
             return False, []
-        if present is None:
-            SEGMENTS.check(len(session.segments) + 1)
-            ALL_SEGMENTS.check(len(self._engine) + 1)
-            NAMED.check(session.named_sources + len(addresses))
         all_addresses = (program_address, *addresses)
         # Replays of the predicted segment made no projections, so a confirmation cannot ask for them.
         if present is not None and (present.addresses != all_addresses or wants_projections):
             self._engine.reject(present)
             present = None
-        origins = (
-            {} if present is not None or is_predicted else self._origins(session, predecessors, derived, addresses)
-        )
+        origins: dict[int, tuple[Segment, int]] = {}
+        if present is None:
+            SEGMENTS.check(len(session.segments) + 1)
+            ALL_SEGMENTS.check(len(self._engine) + 1)
+            NAMED.check(session.named_sources + len(addresses))
+            if not is_predicted:  # what a call follows is known only when it has ended
+                origins = self._origins(session, predecessors, derived, addresses)
         stored_addresses = [address for source, address in enumerate(addresses) if source not in origins]
         missing = self._store.missing(session, stored_addresses)
         program_missing = bool(self._store.missing(session, [program_address]))
@@ -132,11 +132,12 @@ class SegmentSaver:
         _check_lists(program, addresses, transient, generator_states, predecessors, is_predicted=is_predicted)
         own_bytes = _SEGMENT_BYTES + 4 * len(name) + sum(map(len, generator_states))
         own_bytes += _NAMED_BYTES * (len(addresses) + len(generator_states) + len(predecessors))
-        if present is not None:
+        if present is not None:  # its replay may have begun, or even ended: a new segment would begin it again
             self._store.resize(present.key, own_bytes)
             self._engine.confirm(present, generator_states, predecessors)
             return False, []
         remaining = iter(stored)
+        # What the worker derives has no contents yet, so the store has neither its layout nor its bytes.
         layouts = [derived[i] if i in origins else layout_of(next(remaining)) for i in range(len(addresses))]
         need = program.execution_bytes([layout.gradient_bytes for layout in layouts])
         segment = Segment(session, segment_id, None, name, predecessors, all_addresses, not is_predicted)
@@ -153,8 +154,8 @@ class SegmentSaver:
             program, sources, generator_states, wants_projections, kind, segment.bounds, self._known, derivations
         )
         for derivation in derivations:
-            if derivation.origin.inputs is not None:
-                derivation.origin.inputs.successors.append(derivation)
+            assert derivation.origin.inputs is not None
+            derivation.origin.inputs.successors.append(derivation)
         session.segments[segment_id] = segment
         session.named_sources += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
