@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 import backhaul
 from support.devices import DEVICE
-from support.processes import AUDITED, WorkerProcess, open_files
+from support.processes import WorkerProcess, open_files
 
 if TYPE_CHECKING:
     from backhaul import Session
@@ -117,7 +117,7 @@ def usual_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """A worker that all tests share; none may kill it. Nothing that they send it may ever become code."""
     noted = tmp_path_factory.mktemp("audit") / "events"
-    with WorkerProcess("--memory", "2GiB", environment={"AUDIT_FILE": str(noted)}, program=AUDITED) as process:
+    with WorkerProcess("--memory", "2GiB", environment={"AUDIT_FILE": str(noted)}) as process:
         with backhaul.connect(process.address, settings=QUIET) as session:
             for returns in ("gradients", "activations"):
                 x = torch.randn(3, requires_grad=True)
@@ -187,9 +187,12 @@ def _segments(worker: WorkerProcess, session: Session) -> int:
 
 
 def settle(session: Session) -> None:
-    """Returns when all that the session has queued for its worker is sent: it sends in order, and this comes last."""
-    x = torch.randn(3, requires_grad=True)
-    session.checkpoint(torch.sin, x, returns="gradients").sum().backward()
+    """Returns when all that the session has queued for its workers is sent: each upload thread works in order."""
+    for worker in session._workers if not session.closed else ():
+        owner, sent = threading.Event(), threading.Event()
+        worker.uploader.call_after(owner, sent.set)
+        del owner
+        assert sent.wait(QUIET_S)
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = QUIET_S) -> None:

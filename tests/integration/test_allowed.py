@@ -23,7 +23,7 @@ from support.bits import Checkpoint, plainly, same_bits
 from support.function_calls import REMOTE, TRAINERS, WIDTH, checkpointing, trained
 from support.functions import CountingBackward, Hidden, ReadsModule, Scale
 from support.hostile import Hostile
-from support.processes import AUDITED, WorkerProcess
+from support.processes import WorkerProcess
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def operators(noted: Path) -> Iterator[WorkerProcess]:
     """A worker whose operator allows the functions of the tests."""
     environment = {**ENVIRONMENT, "AUDIT_FILE": str(noted)}
     options = ("--memory", "1GiB", "--allow", "support.functions")
-    with WorkerProcess(*options, environment=environment, program=AUDITED) as process:
+    with WorkerProcess(*options, environment=environment) as process:
         yield process
 
 

@@ -14,12 +14,27 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import IO, NamedTuple
 
 _REQUEST_BYTES = 1 << 18
+_AUDITED = {
+    "compile",
+    "ctypes.dlopen",
+    "exec",
+    "import",
+    "marshal.loads",
+    "os.exec",
+    "os.fork",
+    "os.posix_spawn",
+    "os.system",
+    "pickle.find_class",
+    "subprocess.Popen",
+}
+"""Events by which data could become code. A command notes its own in the file that AUDIT_FILE names, if it is set."""
 
 
 class Nursery(NamedTuple):
@@ -103,7 +118,12 @@ class ForkedCommand:
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a `backhaul` command to its end, with variables besides this process's own."""
+    """Runs a `backhaul` command to its end, with variables besides this process's own.
+
+    A worker runs without a supervisor, which would start a Python that imports torch.
+    """
+    if arguments[0] == "worker":
+        arguments = (*arguments, "--supervisor", str(nursery().pid))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as log:
         command = ForkedCommand(arguments, log, output, environment)
         try:
@@ -127,6 +147,17 @@ def nursery() -> Nursery:
 
     atexit.register(end)
     return Nursery(ours, process.pid)
+
+
+def _audit(path: str) -> None:
+    """Notes the events of this process in a file, each with its time."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _AUDITED:
+            os.write(file, f"{time.monotonic()} {event} {str(arguments)[:200]!r}\n".encode())
+
+    sys.addaudithook(note)
 
 
 def _serve() -> int:
@@ -171,7 +202,13 @@ def _serve() -> int:
                     os.close(file)
                 os.environ.clear()
                 os.environ.update(environment)
-                code = main(arguments)
+                sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+                if "AUDIT_FILE" in environment:
+                    _audit(environment["AUDIT_FILE"])
+                try:
+                    code = main(arguments)
+                except SystemExit as end:  # of argparse
+                    code = int(end.code or 0)
                 atexit._run_exitfuncs()
                 sys.stdout.flush()
                 sys.stderr.flush()

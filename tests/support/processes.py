@@ -20,8 +20,7 @@ from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
-AUDITED = (str(Path(__file__).parent / "audited_worker.py"),)
-"""A `program` that notes in the file `AUDIT_FILE` by which events data could have become code."""
+_TAKEN_BY_FORKS = ("BACKHAUL_", "PYTHONPATH", "AUDIT_FILE")
 _BEYOND_ALL_REPORTS = 2**64 - 1
 
 
@@ -31,8 +30,8 @@ class WorkerProcess:
     Args:
         options: Those of the command. Without "--device" the worker runs on `DEVICE`.
         listen: The address to listen on.
-        environment: Variables to start it with, besides this process's own. Others than Backhaul's are read when torch
-            is imported, so a worker that gets any is not forked, which is slower.
+        environment: Variables to start it with, besides this process's own. Others than `_TAKEN_BY_FORKS`
+            are read when torch is imported, so a worker that gets any is not forked, which is slower.
         supervised: Start what a user starts, which is slower: a supervisor whose child serves. Else one process serves.
         program: What serves instead, given to Python.
 
@@ -57,7 +56,8 @@ class WorkerProcess:
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
         self.process: subprocess.Popen[str] | ForkedCommand
         variables = dict(environment or {})
-        if not supervised and program == _COMMAND and all(name.startswith("BACKHAUL_") for name in variables):
+        is_forked = all(name.startswith(_TAKEN_BY_FORKS) for name in variables)
+        if is_forked and not supervised and program == _COMMAND:
             forked = ["worker", *options, "--supervisor", str(nursery().pid)]
             self.process = ForkedCommand(forked, self._log, environment=variables)
         else:
