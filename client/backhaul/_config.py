@@ -111,8 +111,8 @@ class Settings:
     """What the trainer does with its share of an accumulation block. With "recompute" it recomputes its segments, and
     with "keep" it keeps their activations, which takes memory and saves time. `accumulate(local=...)` overrides it."""
 
-    held_bytes: int = setting(0, not_negative)
-    """Bytes of gradients that an accumulation block may hold back on the trainer; 0 for any number."""
+    pending_gradient_bytes: int = setting(0, not_negative)
+    """Bytes of gradients that may be pending on the trainer until an accumulation block ends; 0 for any number."""
 
     shared_memory: bool = setting(True)
     """Exchange large tensors with workers on this machine through shared memory, if they offer it."""

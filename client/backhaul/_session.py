@@ -88,7 +88,7 @@ class Session:
         self.run = secrets.token_hex(8)
         self._hooks: list[RemovableHandle] = []
         self._blocks = itertools.count(1)
-        self._shares = {local: Shares(config.held_bytes) for local in LOCALS}
+        self._shares = {local: Shares(config.pending_gradient_bytes) for local in LOCALS}
         self._unmeasured: tuple[Shares, EndedBlock] | None = None  # the last block, while its device is at work
         self._block_lock = threading.Lock()  # guards the field below
         self._block: tuple[int, AccumulationBlock] | None = None  # the open block, after the thread that opened it
@@ -317,7 +317,7 @@ class Session:
             fixed,
             self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
-            self.config.held_bytes,
+            self.config.pending_gradient_bytes,
         )
         trainers_share = 0 if self.config.strict else shares.trainers_share()
         accumulating = self._dispatcher.accumulating(trainers_share, shares.speeds, fixed, keeps_share=local == "keep")

@@ -139,22 +139,22 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()))
 
 
 @contextmanager
-def all_locks_held(start: Any) -> Iterator[int]:
+def all_locks_taken(start: Any) -> Iterator[int]:
     """Another thread holds every lock that can be reached."""
     locks = [reached for reached in reachable(start) if isinstance(reached, LOCKS)]
     locks += [reached._lock for reached in reachable(start) if isinstance(reached, threading.Condition)]  # type: ignore[attr-defined]
-    are_held, is_over = threading.Event(), threading.Event()
+    are_taken, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        held = [lock for lock in locks if lock.acquire(timeout=5)]
-        are_held.set()
+        taken = [lock for lock in locks if lock.acquire(timeout=5)]
+        are_taken.set()
         is_over.wait()
-        for lock in held:
+        for lock in taken:
             lock.release()
 
     holder = threading.Thread(target=hold)
     holder.start()
-    are_held.wait()
+    are_taken.wait()
     try:
         yield len(locks)
     finally:
@@ -172,7 +172,7 @@ def test_what_dies_waits_for_no_lock(make: Callable[[Session], tuple[list[Any], 
         gc.collect()
         ended.set()
 
-    with all_locks_held(target) as count:
+    with all_locks_taken(target) as count:
         del target
         dying = threading.Thread(target=die, daemon=True)
         dying.start()
@@ -218,7 +218,7 @@ def test_an_interrupt_loses_no_release(session: Session) -> None:
     queued: Callable[[], bool] = uploader._queue.empty
     session.close()
     assert queued()
-    assert uploader._endings._held == {}
+    assert uploader._endings._notices == {}
 
 
 def test_a_release_that_was_damaged_is_sent_again(worker: WorkerProcess) -> None:

@@ -166,7 +166,7 @@ def test_a_second_run_waits_for_no_first_and_restart_discards_nothing_without_ri
     command = ["experiment", "run", str(tmp_path / "tiny.toml"), "--results", str(tmp_path / "results")]
     kept = Records(tmp_path / "results", "tiny")
     kept.begin(read(tmp_path / "tiny.toml"), describe())
-    with kept.held():
+    with kept.locked():
         assert main(command) == 2
     assert "another process runs this experiment" in capsys.readouterr().err
     (tmp_path / "tiny.toml").write_text(TINY + '[nodes]\nkind = "namespace"\n')

@@ -14,7 +14,7 @@ from backhaul import Session
 from backhaul import _session as session_module
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.block_times import EndedBlock
-from backhaul._accumulate.gradients import HeldGradients
+from backhaul._accumulate.gradients import PendingGradients
 from backhaul._accumulate.reductions import Reductions
 from backhaul._accumulate.remote_chains import RemoteChains
 from backhaul._dispatch import dispatcher
@@ -30,7 +30,7 @@ LATER = {
     "end digests": (FixedDigests, "end"),
     "forget reductions": (Reductions, "end"),
     "abandon reductions": (Reductions, "abandon"),
-    "drop gradients": (HeldGradients, "drop"),
+    "drop gradients": (PendingGradients, "drop"),
     "end threads": (RemoteChains, "end"),
     "stop the time": (Stopwatch, "stop"),
     "describe the block": (AccumulationBlock, "ended"),
@@ -52,13 +52,13 @@ def step(request: pytest.FixtureRequest) -> tuple[Any, str]:
 def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Has an item once a block has delivered its gradients."""
     delivered = list[bool]()
-    own = HeldGradients.deliver
+    own = PendingGradients.deliver
 
-    def deliver(self: HeldGradients, *args: Any) -> None:
+    def deliver(self: PendingGradients, *args: Any) -> None:
         own(self, *args)
         delivered.append(True)
 
-    monkeypatch.setattr(HeldGradients, "deliver", deliver)
+    monkeypatch.setattr(PendingGradients, "deliver", deliver)
     yield delivered
     assert delivered
 
@@ -143,7 +143,7 @@ def test_an_error_before_the_delivery_has_no_note(session: Session, monkeypatch:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(HeldGradients, "deliver", failing)
+        patch.setattr(PendingGradients, "deliver", failing)
         with pytest.raises(KeyboardInterrupt) as raised:
             train(session, model)
     assert not hasattr(raised.value, "__notes__")

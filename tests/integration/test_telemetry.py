@@ -103,7 +103,7 @@ def test_a_block_is_told_with_its_shares_and_micro_batches(session: Session, wor
         report.took_s,
         report.others_s,
     )
-    assert deferred.block.held_bytes == report.held_bytes
+    assert deferred.block.pending_gradient_bytes == report.pending_gradient_bytes
     shares = [(share.worker, share.segments, share.segment_s) for share in deferred.block.shares]
     remote = report.workers[worker.address]
     assert shares == [

@@ -219,7 +219,9 @@ def test_absurd_blocks_are_shown_as_numbers() -> None:
     answers, training = Answers(), Training(segments=1)
     usual = telemetry_pb2.Share(segments=3, segment_s=0.5)
     blocks = [
-        telemetry_pb2.Block(took_s=float("nan"), others_s=float("inf"), held_bytes=2**64 - 1, shares=[usual]),
+        telemetry_pb2.Block(
+            took_s=float("nan"), others_s=float("inf"), pending_gradient_bytes=2**64 - 1, shares=[usual]
+        ),
         telemetry_pb2.Block(took_s=1e-300, others_s=1, shares=[usual, telemetry_pb2.Share(worker="x" * 9_000)]),
         telemetry_pb2.Block(took_s=2, shares=[telemetry_pb2.Share(worker="a:1", segments=2**32 - 1)] * 1_000),
         telemetry_pb2.Block(
@@ -235,7 +237,7 @@ def test_absurd_blocks_are_shown_as_numbers() -> None:
         answers.take(report)
     shown = [step["block"] for step in json.loads(answers.all()["timeline?steps=20"])["steps"]]
     assert [block["speed_up"] for block in shown] == [None, LARGEST, None, (1 + 12 * 0.5) / 4]
-    assert shown[0]["held_bytes"] == LARGEST
+    assert shown[0]["pending_gradient_bytes"] == LARGEST
     assert len(shown[1]["shares"][1]["worker"]) == 200
     assert len(shown[2]["shares"]) == 64
     assert [(share["share"], share["speed"]) for share in shown[3]["shares"]] == [(0.25, 1.0), (0.75, 0.5)]

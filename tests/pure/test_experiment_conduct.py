@@ -96,15 +96,15 @@ def test_a_full_disk_leaves_no_draft(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_two_runs_of_an_experiment_do_not_mix(tmp_path: Path) -> None:
-    with Records(tmp_path, "name").held():
+    with Records(tmp_path, "name").locked():
         with (
             pytest.raises(RecordsError, match="another process runs this experiment"),
-            Records(tmp_path, "name").held(),
+            Records(tmp_path, "name").locked(),
         ):
             pass
-        with Records(tmp_path, "other").held():
+        with Records(tmp_path, "other").locked():
             pass
-    with Records(tmp_path, "name").held():
+    with Records(tmp_path, "name").locked():
         pass
 
 

@@ -15,20 +15,24 @@ SPEEDS = st.builds(Speeds, SECONDS, SECONDS, st.lists(SECONDS, min_size=1, max_s
 
 
 @given(
-    segments=st.integers(1, 32), micro_batches=st.integers(1, 32), speeds=SPEEDS, held=st.none() | st.integers(0, 40)
+    segments=st.integers(1, 32),
+    micro_batches=st.integers(1, 32),
+    speeds=SPEEDS,
+    most_pending=st.none() | st.integers(0, 40),
 )
 def test_no_other_share_gives_a_shorter_block(
-    segments: int, micro_batches: int, speeds: Speeds, held: int | None
+    segments: int, micro_batches: int, speeds: Speeds, most_pending: int | None
 ) -> None:
-    share = trainers_share(segments, micro_batches, speeds, held)
-    allowed = range(min(segments, segments if held is None else held) + 1)
+    share = trainers_share(segments, micro_batches, speeds, most_pending)
+    allowed = range(min(segments, segments if most_pending is None else most_pending) + 1)
     assert share in allowed
-    chosen_s = expected_s(share, segments, micro_batches, speeds, may_take_last=held is None)
+    chosen_s = expected_s(share, segments, micro_batches, speeds, may_take_last=most_pending is None)
     assert all(
-        chosen_s <= expected_s(other, segments, micro_batches, speeds, may_take_last=held is None) for other in allowed
+        chosen_s <= expected_s(other, segments, micro_batches, speeds, may_take_last=most_pending is None)
+        for other in allowed
     )
     # So a helper never makes a block longer than it is without one.
-    if held is None:
+    if most_pending is None:
         assert chosen_s <= micro_batches * (speeds.forward_s + segments * speeds.trainer_s) * (1 + 1e-9)
 
 
@@ -73,10 +77,14 @@ def test_a_slower_worker_gets_less(worker_s: float, share: int) -> None:
     assert trainers_share(8, 1_000, Speeds(8 * 0.01, 0.03, [worker_s])) == share
 
 
-def block(trainers: int, worker_s: float | None, held_bytes: int = 0, segment_bytes: int = 0) -> BlockReport:
+def block(
+    trainers: int, worker_s: float | None, pending_gradient_bytes: int = 0, segment_bytes: int = 0
+) -> BlockReport:
     """A block of 16 micro-batches of 8 segments, of which the trainer has computed so many each."""
     workers = {} if worker_s is None else {"worker": Helper(16 * (8 - trainers), worker_s)}
-    return BlockReport(16, 4.0, 16 * 0.08, Helper(16 * trainers, 0.03), workers, held_bytes, 8, segment_bytes)
+    return BlockReport(
+        16, 4.0, 16 * 0.08, Helper(16 * trainers, 0.03), workers, pending_gradient_bytes, 8, segment_bytes
+    )
 
 
 def test_blocks_teach_what_is_chosen() -> None:
@@ -117,13 +125,15 @@ def _best(worker_s: float) -> int:
 
 
 def test_the_bytes_that_may_be_held_back_bound_the_share() -> None:
-    shares = Shares(held_bytes=1_000)
+    shares = Shares(pending_gradient_bytes=1_000)
     assert shares.trainers_share() == 0
-    shares.measured(block(trainers=0, worker_s=0.03, held_bytes=300, segment_bytes=350))
+    shares.measured(block(trainers=0, worker_s=0.03, pending_gradient_bytes=300, segment_bytes=350))
     assert shares.trainers_share() == 2
-    shares.measured(block(trainers=2, worker_s=0.03, held_bytes=900, segment_bytes=250))  # the first two are larger
+    shares.measured(
+        block(trainers=2, worker_s=0.03, pending_gradient_bytes=900, segment_bytes=250)
+    )  # the first two are larger
     assert shares.trainers_share() == 2
-    shares.measured(block(trainers=2, worker_s=0.03, held_bytes=1_300, segment_bytes=250))
+    shares.measured(block(trainers=2, worker_s=0.03, pending_gradient_bytes=1_300, segment_bytes=250))
     assert shares.trainers_share() == 1
 
 

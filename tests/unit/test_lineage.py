@@ -24,9 +24,9 @@ Run = Callable[[Checkpoint, list[nn.Module], Tensor], Tensor]
 def test_copies_of_unknown_content_are_shared_by_tensor_and_version() -> None:
     copies, tensor = lineage.Copies(), torch.zeros(4)
     layout = layout_of(tensor)
-    first = copies.hold(tensor, layout, None)
-    assert copies.hold(tensor.view(4), layout, None) is first
-    second = copies.hold(tensor.add_(1), layout, None)
+    first = copies.copy_of(tensor, layout, None)
+    assert copies.copy_of(tensor.view(4), layout, None) is first
+    second = copies.copy_of(tensor.add_(1), layout, None)
     assert (first.tolist(), second.tolist()) == ([0, 0, 0, 0], [1, 1, 1, 1])
 
 
@@ -34,7 +34,7 @@ def test_a_copy_is_not_taken_for_that_of_a_tensor_in_the_same_place() -> None:
     copies, held = lineage.Copies(), []
     for number in range(50):  # each likely where the one before was
         tensor = torch.full((4,), float(number))
-        held.append(copies.hold(tensor, layout_of(tensor), None))
+        held.append(copies.copy_of(tensor, layout_of(tensor), None))
         del tensor
     assert [copy[0].item() for copy in held] == list(range(50))
 

@@ -14,7 +14,7 @@ from backhaul_proto.v1.segment_pb2 import Timing
 from backhaul_proto.v1.telemetry_pb2 import Lane
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.wire.telemetry import BOUNDS_S, bucket_of
-from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, HELD_BYTES, TrainerReports
+from backhaul_server.worker.rpc.trainer_reports import ANSWER_BYTES, MAX_BYTES, TrainerReports
 from conftest import wait_until
 
 
@@ -271,7 +271,7 @@ def test_reports_are_bounded_in_bytes_and_come_in_parts() -> None:
     reports = TrainerReports()
     count = 24
     for number in range(count):
-        reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (HELD_BYTES // 16)), dropped=number), "")
+        reports.put(telemetry_pb2.TrainerReport(run=telemetry_pb2.Run(id="x" * (MAX_BYTES // 16)), dropped=number), "")
     seen, last, more = 0, 0, True
     while more:
         part, more = after(reports, last)

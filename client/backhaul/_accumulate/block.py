@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from backhaul._accumulate.block_times import BlockTimes, EndedBlock
-from backhaul._accumulate.gradients import HeldGradients
+from backhaul._accumulate.gradients import PendingGradients
 from backhaul._accumulate.graph_parts import ChainSegment, Parts, Target, divide, leaves_of
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
@@ -76,7 +76,7 @@ class AccumulationBlock:
             it waits for the last chain.
         deferred_bytes: The most bytes that the trainer may keep for unfinished micro-batches; 0 for any number.
             `backward` finishes the first of them when there are more.
-        held_bytes: The most bytes of gradients that may be held back; 0 for any number.
+        pending_gradient_bytes: The most bytes of gradients that may be pending; 0 for any number.
 
     Attributes:
         is_open: Whether the block has not ended.
@@ -87,7 +87,7 @@ class AccumulationBlock:
         ends_in_closure: Whether the block ends in the closure of an optimizer's step, so that the step may begin
             inside the block.
         trainers_segments: Segments of all micro-batches that the trainer has computed.
-        most_held_bytes: The most bytes of gradients that were held back.
+        most_pending_bytes: The most bytes of gradients that were pending.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class AccumulationBlock:
         fixed: FixedDigests,
         most_open: int = 4,
         deferred_bytes: int = 0,
-        held_bytes: int = 0,
+        pending_gradient_bytes: int = 0,
     ) -> None:
         self.name = name
         self._thread = os.getpid(), threading.get_ident()
@@ -108,8 +108,12 @@ class AccumulationBlock:
         self._take_last = take_last
         self._is_ours = is_ours
         self._log, self._fixed = log, fixed
-        self._most_open, self._deferred_bytes, self._held_bytes = most_open, deferred_bytes, held_bytes
-        self._gradients = HeldGradients()
+        self._most_open, self._deferred_bytes, self._allowed_pending_bytes = (
+            most_open,
+            deferred_bytes,
+            pending_gradient_bytes,
+        )
+        self._gradients = PendingGradients()
         self._reductions = Reductions()
         self.hooked: set[Node] = set()
         self._first_sequence = next_sequence_number()
@@ -120,7 +124,7 @@ class AccumulationBlock:
         self.is_open = True
         self.is_working = self.is_deferring = self.ends_in_closure = False
         self._has_failed = self._has_delivered = False
-        self.micro_batches = self.trainers_segments = self.most_held_bytes = 0
+        self.micro_batches = self.trainers_segments = self.most_pending_bytes = 0
         self._chain = self._segment_bytes = self._most_deferred_bytes = 0
         self._times = BlockTimes()
         self._in_head = 0  # segments of the next micro-batch that belong to its head
@@ -142,14 +146,14 @@ class AccumulationBlock:
                 uploader.name: Helper(len(seconds), sum(seconds) / len(seconds))
                 for uploader, seconds in self._chains.busy_s.items()
             },
-            held_bytes=self.most_held_bytes,
+            pending_gradient_bytes=self.most_pending_bytes,
             chain=self._chain,
             segment_bytes=self._segment_bytes,
             deferred_bytes=self._most_deferred_bytes,
         )
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether gradients of any of these parameters are held back."""
+        """Whether gradients of any of these parameters are pending."""
         return any(map(self._gradients.holds, parameters))
 
     @property
@@ -433,7 +437,7 @@ class AccumulationBlock:
             gradient = sums.get(target)
             if gradient is not None:
                 self._gradients.add(leaf, (micro_batch.number, position), gradient)
-        self._check_held()
+        self._check_pending()
         sums.clear()
         self._open.pop(0)
         if any(stayed for _, stayed in micro_batch.uncollected):
@@ -447,13 +451,14 @@ class AccumulationBlock:
                 "its place, so run the block again"
             )
 
-    def _check_held(self) -> None:
-        """Counts the gradients that are held back. Raises AccumulationError if there are more than allowed."""
-        held_bytes = self._gradients.size_bytes
-        self.most_held_bytes = max(self.most_held_bytes, held_bytes)
-        if 0 < self._held_bytes < held_bytes:
+    def _check_pending(self) -> None:
+        """Counts the pending gradients. Raises AccumulationError if there are more than allowed."""
+        pending_bytes = self._gradients.size_bytes
+        self.most_pending_bytes = max(self.most_pending_bytes, pending_bytes)
+        if 0 < self._allowed_pending_bytes < pending_bytes:
             raise AccumulationError(
-                f"{self.name} holds back {held_bytes} bytes of gradients, but held_bytes allows {self._held_bytes}: "
+                f"{self.name} has {pending_bytes} bytes of pending gradients, but pending_gradient_bytes "
+                f"allows {self._allowed_pending_bytes}: "
                 "use fewer micro-batches in a block, set gradients to None before it, or remove hooks from parameters"
             )
 

@@ -32,7 +32,7 @@ class EndedBlock:
         micro_batches: The number of its micro-batches.
         trainers_segments: The number of segments that the trainer has computed.
         workers: The segments of each worker with their mean time, by its address.
-        held_bytes: As in `BlockReport`, like what follows.
+        pending_gradient_bytes: As in `BlockReport`, like what follows.
     """
 
     took: Duration
@@ -40,7 +40,7 @@ class EndedBlock:
     micro_batches: int
     trainers_segments: int
     workers: Mapping[str, Helper]
-    held_bytes: int
+    pending_gradient_bytes: int
     chain: int
     segment_bytes: int
     deferred_bytes: int
@@ -61,7 +61,7 @@ class EndedBlock:
             others_s=max(0.0, took_s - times.waited.wait() - trainers_s),
             trainer=Helper(self.trainers_segments, trainers_s / max(1, self.trainers_segments)),
             workers=dict(self.workers),
-            held_bytes=self.held_bytes,
+            pending_gradient_bytes=self.pending_gradient_bytes,
             chain=self.chain,
             segment_bytes=self.segment_bytes,
             deferred_bytes=self.deferred_bytes,

@@ -1,6 +1,6 @@
-"""Gradients that an accumulation block holds back until it ends.
+"""Gradients that are pending until their accumulation block ends.
 
-NOTE [Held back]
+NOTE [Pending gradients]
 1. `.grad` must become ((G + g1) + g2) + ..., where G is what it held before the block and g1, g2, ... are the gradients
    of the micro-batches. Sums of floating-point numbers depend on their order, so only a beginning of this fold may be
    added up in advance. With G it is added up to the last gradient but one, beginning with a copy of G.
@@ -35,7 +35,7 @@ Order = tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
+class _Pending:
     leaf: Tensor
     state: object  # what must not change until the gradients are delivered
     may_sum: bool  # Rules 1 and 3
@@ -48,26 +48,26 @@ class _Held:
     total: Tensor | None = None  # with a G that may be summed: the fold of all gradients but the last
 
 
-class HeldGradients:
-    """The gradients of an accumulation block. Thread-safe."""
+class PendingGradients:
+    """The pending gradients of an accumulation block. Thread-safe."""
 
     def __init__(self) -> None:
-        self._held: dict[int, _Held] = {}  # by id of the leaf, which is kept alive
+        self._pending: dict[int, _Pending] = {}  # by id of the leaf, which is kept alive
         self._lock = threading.Lock()  # guards what may stay on which worker
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the gradients and sums that the trainer holds back. A sparse one counts as if it were dense."""
-        gradients = [gradient for held in self._held.values() for _, gradient in held.gradients]
-        gradients += [held.total for held in self._held.values() if held.total is not None]
+        """Bytes of the pending gradients and sums. A sparse one counts as if it were dense."""
+        gradients = [gradient for pending in self._pending.values() for _, gradient in pending.gradients]
+        gradients += [pending.total for pending in self._pending.values() if pending.total is not None]
         return sum(gradient.numel() * gradient.element_size() for gradient in gradients)
 
     def enter(self, leaves: Iterable[Tensor]) -> None:
         """Notes leaves that a micro-batch leads to, before anything of it is computed."""
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        before = len(self._held)
+        before = len(self._pending)
         for leaf in leaves:
-            if id(leaf) not in self._held:
+            if id(leaf) not in self._pending:
                 is_plain = not has_accumulation_hooks(leaf) and (getattr(leaf, "grad_dtype", leaf.dtype) is leaf.dtype)
                 if reduces_in_backward(leaf):
                     raise AccumulationError(
@@ -80,27 +80,27 @@ class HeldGradients:
                         "has to reduce a parameter once, but to call its hooks for each micro-batch"
                     )
                 may_stay = is_plain and leaf.grad is None and isinstance(leaf, nn.Parameter)
-                self._held[id(leaf)] = _Held(leaf, _state(leaf), is_plain, may_stay)
-        if len(self._held) > before:
-            _check_apart(held.leaf.grad for held in self._held.values() if held.leaf.grad is not None)
+                self._pending[id(leaf)] = _Pending(leaf, _state(leaf), is_plain, may_stay)
+        if len(self._pending) > before:
+            _check_apart(pending.leaf.grad for pending in self._pending.values() if pending.leaf.grad is not None)
 
     def changed(self) -> Tensor | None:
         """Returns a leaf whose values, hooks or requires_grad have changed in the block; None if there is none."""
-        return next((held.leaf for held in self._held.values() if _state(held.leaf) != held.state), None)
+        return next((pending.leaf for pending in self._pending.values() if _state(pending.leaf) != pending.state), None)
 
     def holds(self, leaf: Tensor) -> bool:
         """Whether the block has seen a leaf."""
-        return id(leaf) in self._held
+        return id(leaf) in self._pending
 
     @property
     def is_empty(self) -> bool:
         """Whether no leaf was seen since the last delivery."""
-        return not self._held
+        return not self._pending
 
     def has_gradient(self, leaf: Tensor) -> bool:
         """Whether the micro-batches that are finished have left a gradient of a leaf that one of them uses."""
-        held = self._held.get(id(leaf))
-        return held is not None and bool(held.gradients or held.has_stayed or leaf.grad is not None)
+        pending = self._pending.get(id(leaf))
+        return pending is not None and bool(pending.gradients or pending.has_stayed or leaf.grad is not None)
 
     def plan(self, leaf: Tensor, uploader: Uploader | None, micro_batch: int) -> None:
         """Notes where a micro-batch's gradient of a leaf is computed. Call it in the order of the micro-batches.
@@ -110,36 +110,36 @@ class HeldGradients:
             uploader: The uploader of the worker that computes all of the gradient; None if no single one does.
             micro_batch: The number of the micro-batch.
         """
-        held = self._held[id(leaf)]
+        pending = self._pending[id(leaf)]
         with self._lock:
-            held.owner = held.owner or uploader
-            if held.elsewhere is None and (uploader is None or uploader is not held.owner):
-                held.elsewhere = micro_batch
+            pending.owner = pending.owner or uploader
+            if pending.elsewhere is None and (uploader is None or uploader is not pending.owner):
+                pending.elsewhere = micro_batch
 
     def may_stay(self, leaf: Tensor, uploader: Uploader, micro_batch: int) -> bool:
         """Whether a worker may keep a micro-batch's gradient of a leaf (Rule 2)."""
-        held = self._held[id(leaf)]
+        pending = self._pending[id(leaf)]
         with self._lock:
-            is_early = held.elsewhere is None or micro_batch < held.elsewhere
-            return held.may_stay and is_early and held.owner is uploader
+            is_early = pending.elsewhere is None or micro_batch < pending.elsewhere
+            return pending.may_stay and is_early and pending.owner is uploader
 
     def stayed(self, leaf: Tensor, *, is_uncollected: bool) -> None:
         """Notes whether a worker has kept what it was allowed to keep."""
-        held = self._held[id(leaf)]
+        pending = self._pending[id(leaf)]
         with self._lock:
-            held.may_stay = held.may_stay and is_uncollected
-            held.has_stayed = held.has_stayed or is_uncollected
+            pending.may_stay = pending.may_stay and is_uncollected
+            pending.has_stayed = pending.has_stayed or is_uncollected
 
     def drop(self) -> None:
         """Forgets everything, at the end of the block."""
         with self._lock:
-            self._held.clear()
+            self._pending.clear()
 
     def stop_keeping(self) -> None:
         """Lets no worker keep gradients in the rest of the block."""
         with self._lock:
-            for held in self._held.values():
-                held.may_stay = False
+            for pending in self._pending.values():
+                pending.may_stay = False
 
     def add(self, leaf: Tensor, order: Order, gradient: Tensor) -> None:
         """Adds a micro-batch's gradient of a leaf. Call it in the order of the micro-batches.
@@ -149,31 +149,31 @@ class HeldGradients:
             order: The place of the gradient among those of the block.
             gradient: The whole gradient of the micro-batch, which the caller no longer uses.
         """
-        held = self._held[id(leaf)]
-        if not (held.may_sum and not held.has_stayed and len(held.gradients) == 1):
-            held.gradients.append((order, gradient))
+        pending = self._pending[id(leaf)]
+        if not (pending.may_sum and not pending.has_stayed and len(pending.gradients) == 1):
+            pending.gradients.append((order, gradient))
             return
-        ((_, total),) = held.gradients
+        ((_, total),) = pending.gradients
         if leaf.grad is not None:
             if not leaf.grad.requires_grad and _is_like(leaf.grad, total) and _is_like(total, gradient):
-                held.total = leaf.grad.clone() if held.total is None else held.total
-                held.total.add_(total)
-                held.gradients.clear()
-            held.gradients.append((order, gradient))
+                pending.total = leaf.grad.clone() if pending.total is None else pending.total
+                pending.total.add_(total)
+                pending.gradients.clear()
+            pending.gradients.append((order, gradient))
             return
         if (total.layout, gradient.layout, total.dtype) != (torch.strided, torch.strided, gradient.dtype):
-            held.gradients.append((order, gradient))
-        elif held.is_own:
+            pending.gradients.append((order, gradient))
+        elif pending.is_own:
             total.add_(gradient)
         else:
-            held.gradients[0], held.is_own = (order, total + gradient), True
+            pending.gradients[0], pending.is_own = (order, total + gradient), True
 
     def put_first(self, sums: Mapping[int, Tensor]) -> None:
-        """Puts sums, by the id of their leaf, before the gradients that are held of the same leaves."""
+        """Puts sums, by the id of their leaf, before the pending gradients of the same leaves."""
         for key, total in sums.items():
-            held = self._held[key]
-            held.gradients.insert(0, ((0, 0), total))
-            held.has_stayed = held.is_own = False
+            pending = self._pending[key]
+            pending.gradients.insert(0, ((0, 0), total))
+            pending.has_stayed = pending.is_own = False
 
     def deliver(self, reductions: Reductions, changed: Callable[[], Tensor | None]) -> None:
         """Adds all gradients to `.grad` through autograd, and forgets them.
@@ -187,16 +187,16 @@ class HeldGradients:
         Raises:
             AccumulationError: A hook has changed a parameter.
         """
-        held_back, self._held = list(self._held.values()), {}
-        hooked = [held for held in held_back if has_accumulation_hooks(held.leaf)]
-        present = [held.leaf.grad for held in hooked]
+        all_pending, self._pending = list(self._pending.values()), {}
+        hooked = [pending for pending in all_pending if has_accumulation_hooks(pending.leaf)]
+        present = [pending.leaf.grad for pending in hooked]
         before = list(map(_Before, hooked))
-        plain = {id(held.leaf): held for held in held_back if held not in hooked}
+        plain = {id(pending.leaf): pending for pending in all_pending if pending not in hooked}
         shared = {storage_key(gradient) for gradient in present if gradient is not None and _has_memory(gradient)}
 
         def states() -> list[object]:
-            plain_states = (_state_beside(held.leaf, shared) for held in plain.values())
-            return [*[_settings(held.leaf) for held in hooked], *plain_states]
+            plain_states = (_state_beside(pending.leaf, shared) for pending in plain.values())
+            return [*[_settings(pending.leaf) for pending in hooked], *plain_states]
 
         present_states = states()
         try:
@@ -207,13 +207,13 @@ class HeldGradients:
                     "a hook of a parameter has changed a parameter, or the .grad of another one, when a block ended. "
                     "Its other micro-batches were computed before: step optimizers after the block, and not in hooks"
                 )
-            for held in plain.values():
-                before.append(_Before(held))
+            for pending in plain.values():
+                before.append(_Before(pending))
                 # The sum began from `.grad`, so it replaces `.grad`. Adding it would count the earlier part twice.
-                if held.total is not None and held.leaf.grad is not None:
+                if pending.total is not None and pending.leaf.grad is not None:
                     with torch.no_grad():
-                        held.leaf.grad.copy_(held.total)
-                    held.total = None  # its memory is that of the copy in `before`
+                        pending.leaf.grad.copy_(pending.total)
+                    pending.total = None  # its memory is that of the copy in `before`
             self._deliver_plain(plain, reductions)
         except BaseException:
             for one in before:
@@ -221,13 +221,13 @@ class HeldGradients:
             raise
 
     @staticmethod
-    def _deliver_plain(plain: Mapping[int, _Held], reductions: Reductions) -> None:
+    def _deliver_plain(plain: Mapping[int, _Pending], reductions: Reductions) -> None:
         reducing = reductions.reducing()
         last = {id(leaf): gradients.pop()[1] for leaf in reducing if (gradients := plain[id(leaf)].gradients)}
-        for held in plain.values():
-            if reductions.is_expected(held.leaf):
-                add_without_hooks(held.leaf, [gradient for _, gradient in held.gradients])
-                held.gradients.clear()
+        for pending in plain.values():
+            if reductions.is_expected(pending.leaf):
+                add_without_hooks(pending.leaf, [gradient for _, gradient in pending.gradients])
+                pending.gradients.clear()
         _deliver(plain.values())
         for leaf in reducing:
             reduce(leaf, last.pop(id(leaf), None))
@@ -236,8 +236,8 @@ class HeldGradients:
 class _Before:
     """The `.grad` of a leaf before gradients are added to it."""
 
-    def __init__(self, held: _Held) -> None:
-        self._leaf, self._gradient = held.leaf, held.leaf.grad
+    def __init__(self, pending: _Pending) -> None:
+        self._leaf, self._gradient = pending.leaf, pending.leaf.grad
         self._values = None if self._gradient is None else self._gradient.clone()
         self._version = None if self._gradient is None else version_of(self._gradient)
 
@@ -268,22 +268,22 @@ def _settings(leaf: Tensor) -> object:
 
 
 def _deliver(
-    held_back: Iterable[_Held], targets_of: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda leaves: leaves
+    all_pending: Iterable[_Pending], targets_of: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda leaves: leaves
 ) -> None:
     """Adds gradients to `.grad` in the order of the micro-batches, those of each in one backward.
 
     Args:
-        held_back: The leaves with their gradients.
+        all_pending: The leaves with their gradients.
         targets_of: Returns tensors to begin a backward at, which lead to leaves.
     """
     passes: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
-    for held in held_back:
-        may_fold = held.may_sum and held.leaf.grad is None
-        if may_fold and all(gradient.layout is torch.strided for _, gradient in held.gradients):
-            held.gradients[:] = _folded(held.gradients)
-        for (micro_batch, position), gradient in held.gradients:
-            passes.setdefault(micro_batch, []).append((position, held.leaf, gradient))
-        held.gradients.clear()
+    for pending in all_pending:
+        may_fold = pending.may_sum and pending.leaf.grad is None
+        if may_fold and all(gradient.layout is torch.strided for _, gradient in pending.gradients):
+            pending.gradients[:] = _folded(pending.gradients)
+        for (micro_batch, position), gradient in pending.gradients:
+            passes.setdefault(micro_batch, []).append((position, pending.leaf, gradient))
+        pending.gradients.clear()
     for number in sorted(passes):
         _, leaves, gradients = zip(*sorted(passes.pop(number), key=itemgetter(0)), strict=True)
         torch.autograd.backward(targets_of(leaves), gradients)

@@ -110,7 +110,7 @@ def last_segments(parts: Sequence[int], speeds: Speeds, remote_s: float, own_s: 
     return ends_s.index(min(ends_s))
 
 
-def trainers_share(segments: int, micro_batches: int, speeds: Speeds, held: int | None = None) -> int:
+def trainers_share(segments: int, micro_batches: int, speeds: Speeds, most_pending: int | None = None) -> int:
     """Returns how many of the first segments of each micro-batch the trainer computes itself, so that a block is short.
 
     It is the same number for all micro-batches, so that the gradients of a segment are summed up in one place.
@@ -119,10 +119,10 @@ def trainers_share(segments: int, micro_batches: int, speeds: Speeds, held: int 
         segments: The number of segments of a micro-batch.
         micro_batches: The number of micro-batches of a block.
         speeds: What trainer and workers take.
-        held: The most segments whose gradients the trainer may hold back; None for any number.
+        most_pending: The most segments whose gradients may be pending on the trainer; None for any number.
     """
-    most = segments if held is None else min(held, segments)
-    may_take_last = held is None
+    most = segments if most_pending is None else min(most_pending, segments)
+    may_take_last = most_pending is None
     return min(
         range(most + 1),
         key=lambda share: expected_s(share, segments, micro_batches, speeds, may_take_last=may_take_last),
@@ -168,11 +168,11 @@ class Shares:
     """Chooses the trainer's share for each block from what the blocks before took.
 
     Args:
-        held_bytes: The most bytes of gradients that the trainer may hold back; 0 for any number.
+        pending_gradient_bytes: The most bytes of gradients that may be pending on the trainer; 0 for any number.
     """
 
-    def __init__(self, held_bytes: int = 0) -> None:
-        self._held_bytes = held_bytes
+    def __init__(self, pending_gradient_bytes: int = 0) -> None:
+        self._pending_bytes = pending_gradient_bytes
         self._segments = self._micro_batches = 0  # of the last block; segments for each micro-batch
         self._share: int | None = None  # that was chosen last for such blocks
         self._forward_s = 0.0  # for a micro-batch, see `Speeds`
@@ -180,7 +180,7 @@ class Shares:
         self._workers_s: dict[str, float] = {}  # the same of each worker, by address
         self._alone = 0  # blocks since a worker has computed a segment
         self._blocks = 0  # that were measured
-        self._segment_bytes = self._others_bytes = 0  # gradients of a segment, and what is held back besides these
+        self._segment_bytes = self._others_bytes = 0  # pending of a segment, and beside segments
 
     def trainers_share(self) -> int | None:
         """Returns how many of the first segments of each micro-batch the trainer should compute itself.
@@ -188,17 +188,17 @@ class Shares:
         None stands for half of the segments, while nothing is known.
         """
         if not self._segments:
-            return 0 if self._held_bytes else None
+            return 0 if self._pending_bytes else None
         if not self._workers_s:
             return 0
         speeds = self._speeds(self._workers_s.values())
-        held = None
-        if self._held_bytes and self._segment_bytes:
-            held = max(0, self._held_bytes - self._others_bytes) // self._segment_bytes
-        share, before = trainers_share(self._segments, self._micro_batches, speeds, held), self._share
-        if before is not None and (held is None or before <= held):
+        most_pending = None
+        if self._pending_bytes and self._segment_bytes:
+            most_pending = max(0, self._pending_bytes - self._others_bytes) // self._segment_bytes
+        share, before = trainers_share(self._segments, self._micro_batches, speeds, most_pending), self._share
+        if before is not None and (most_pending is None or before <= most_pending):
             now_s, then_s = (
-                expected_s(one, self._segments, self._micro_batches, speeds, may_take_last=held is None)
+                expected_s(one, self._segments, self._micro_batches, speeds, may_take_last=most_pending is None)
                 for one in (share, before)
             )
             share = before if now_s > MOVES * then_s else share
@@ -216,7 +216,7 @@ class Shares:
             own: How many segments of earlier micro-batches the trainer has not computed yet.
         """
         is_known = self._share is not None and parts.keys() <= self._workers_s.keys()
-        if micro_batch != self._micro_batches or self._held_bytes or not is_known:
+        if micro_batch != self._micro_batches or self._pending_bytes or not is_known:
             return 0
         speeds = self._speeds(self._workers_s[name] for name in parts)
         remote_s = max((count * self._workers_s.get(name, 0.0) for name, count in left.items()), default=0.0)
@@ -241,7 +241,7 @@ class Shares:
             self._trainer_s = self._mean(self._trainer_s, block.trainer.segment_s)
         own = block.trainer.segments // block.micro_batches
         self._segment_bytes = max(self._segment_bytes, block.segment_bytes)
-        self._others_bytes = max(0, block.held_bytes - own * self._segment_bytes)
+        self._others_bytes = max(0, block.pending_gradient_bytes - own * self._segment_bytes)
         known_s = {} if self._alone else self._workers_s
         workers_s = {
             name: self._mean(known_s.get(name, 0.0), worker.segment_s) for name, worker in block.workers.items()

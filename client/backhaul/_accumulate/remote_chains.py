@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from backhaul._accumulate.gradients import HeldGradients
+from backhaul._accumulate.gradients import PendingGradients
 from backhaul._accumulate.graph_parts import ChainSegment, Target
 from backhaul._accumulate.micro_batch import (
     MicroBatch,
@@ -44,7 +44,7 @@ class RemoteChains:
         busy_s: Seconds from the request for each segment to its answer, by worker.
     """
 
-    def __init__(self, gradients: HeldGradients, log: SegmentLog, unfinished: Sequence[MicroBatch]) -> None:
+    def __init__(self, gradients: PendingGradients, log: SegmentLog, unfinished: Sequence[MicroBatch]) -> None:
         self._gradients, self._log, self._unfinished = gradients, log, unfinished
         self._threads: dict[Uploader, SerialThread] = {}
         self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps

@@ -50,17 +50,17 @@ class Copies:
         self.fetch = fetch
         self._tensors: weakref.WeakValueDictionary[Hashable, Tensor] = weakref.WeakValueDictionary()
 
-    def hold(self, tensor: Tensor, layout: Layout, address: Digest | None) -> Tensor:
-        """Returns a copy of a tensor with this address. Holders of equal contents share one copy.
+    def copy_of(self, tensor: Tensor, layout: Layout, address: Digest | None) -> Tensor:
+        """Returns a copy of a tensor with this address. Equal contents share one copy.
 
         If the address is not known without waiting for an accelerator, the same tensor at the same version counts as
         equal.
         """
         key: Hashable = address if isinstance(address, bytes) else _version_key(tensor, layout)
-        held = self._tensors.get(key)
-        if held is None:
-            held = self._tensors[key] = copy_exact(tensor, layout)
-        return held
+        copy = self._tensors.get(key)
+        if copy is None:
+            copy = self._tensors[key] = copy_exact(tensor, layout)
+        return copy
 
     def find(self, address: bytes) -> Tensor | None:
         """Returns a copy that is still referenced, None if there is none."""
@@ -245,9 +245,9 @@ class _Walk:
             if known is not None and known.lineage.serial <= lineage.serial:
                 continue
             recipe = lineage.recipes.get(input_ref.index)
-            held = _find(source, lineage)
-            if held is not None:
-                self._values[source.address] = held
+            value = _find(source, lineage)
+            if value is not None:
+                self._values[source.address] = value
                 continue
             if recipe is None:
                 raise self._lineage.lost(f"an input of shape {list(source.layout.shape)} is not kept anywhere")
@@ -290,12 +290,12 @@ def _find(source: RecordedSource, lineage: Lineage) -> Tensor | None:
     # A copy that waits to be sent is on no worker yet, and `copies` does not know its address if that is on a device.
     if (waiting := source.released()) is not None:
         return waiting
-    held = lineage.copies.find(source.address)
-    if held is None:
-        held = lineage.copies.fetch(source.address)
-    elif held.device == _device_of(source.layout, lineage.recording):
-        return held
-    return None if held is None else as_it_was(held, source, lineage.recording)
+    value = lineage.copies.find(source.address)
+    if value is None:
+        value = lineage.copies.fetch(source.address)
+    elif value.device == _device_of(source.layout, lineage.recording):
+        return value
+    return None if value is None else as_it_was(value, source, lineage.recording)
 
 
 def _device_of(layout: Layout, recording: Recording) -> torch.device:

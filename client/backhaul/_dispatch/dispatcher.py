@@ -166,7 +166,7 @@ class Dispatcher:
         if pending.site.speculation.is_derived or self._placement.is_trainers:
             return pending
         with DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
-            predicted = pending.site.predict(arguments, self.copies.hold, fn)
+            predicted = pending.site.predict(arguments, self.copies.copy_of, fn)
         if predicted is not None:
             try:
                 worker, worker_session, number = self._next_target()
@@ -278,7 +278,7 @@ class Dispatcher:
             return SourceTensor(address, layout, None, False, source.is_transient)
         # FSDP preserves version counters, so an equal counter does not prove that an earlier copy is still right.
         can_share = isinstance(address, bytes)
-        value = self.copies.hold(tensor, layout, address) if can_share else copy_exact(tensor, layout)
+        value = self.copies.copy_of(tensor, layout, address) if can_share else copy_exact(tensor, layout)
         return SourceTensor(address, layout, value, True, source.is_transient)
 
     def _save_of(

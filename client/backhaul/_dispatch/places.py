@@ -26,8 +26,8 @@ def place_of(fn: Callable[..., Any], tensor: Tensor) -> Place | None:
             return key
         if isinstance(value, nn.Module):
             for name, module in value.named_modules():
-                for attribute, held in _tensors_of(module):
-                    if held is tensor:
+                for attribute, other in _tensors_of(module):
+                    if other is tensor:
                         return (*key, *filter(None, name.split(".")), attribute)
     return None
 

@@ -25,7 +25,7 @@ from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.codec import address_of_program, encode_program
 from backhaul_runtime.program.program import Program, numbers_in
 from backhaul_runtime.record.recording import Recording
-from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.record.sources import MakeCopy
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.durations import Duration
@@ -178,12 +178,12 @@ class CallSite:
         changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
         return [address for address in changed if address not in named]
 
-    def predict(self, arguments: Sequence[Tensor], hold: Hold, fn: Callable[..., Any]) -> "Predicted | None":
+    def predict(self, arguments: Sequence[Tensor], make_copy: MakeCopy, fn: Callable[..., Any]) -> "Predicted | None":
         """Predicts the call that begins now. Returns None if nothing is known.
 
         Args:
             arguments: The tensors among its arguments.
-            hold: Copies a tensor that may change.
+            make_copy: Copies a tensor that may change.
             fn: The function that is called.
         """
         with self._lock:
@@ -206,10 +206,10 @@ class CallSite:
                 address: Digest = b""
                 # The call may write to its arguments while they are sent. A digest would wait for an accelerator.
                 if source.is_copy and now.is_on_accelerator:
-                    value = hold(tensor, now, None)
+                    value = make_copy(tensor, now, None)
                 elif source.is_copy:
                     address = tensor_address(now, content_digest(tensor, now))
-                    value = hold(tensor, now, address)
+                    value = make_copy(tensor, now, address)
                 # Unchanged since it was read, so reading it again would only cost time.
                 elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
                     address = source.address

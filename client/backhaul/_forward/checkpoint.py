@@ -142,11 +142,11 @@ def _begin(
     arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
     context, replay_options, selection, local_reason = _contexts(options, contexts, hooks)
-    pack = SavedTensorHooks(dispatcher.copies.hold, selection, hooks)
+    pack = SavedTensorHooks(dispatcher.copies.copy_of, selection, hooks)
     recorder = Recorder(
         arguments,
         allowed_ops(),
-        dispatcher.copies.hold,
+        dispatcher.copies.copy_of,
         pack,
         pack.op_ended,
         pack.overwritten,

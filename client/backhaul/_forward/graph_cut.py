@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backhaul._forward.reference_counts import unheld_leaves
+from backhaul._forward.reference_counts import unreferenced_leaves
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import ResultRef
 from backhaul_runtime.record.recorder import Recorder
@@ -46,7 +46,7 @@ def find_graph_uses(
     outputs: list[Tensor],
     tensors: list[Tensor],
     *,
-    is_held: bool,
+    is_referenced: bool,
 ) -> GraphUses:
     """Finds what receives gradients from a segment. Raises Refusal if the graph of the segment's inside must stay.
 
@@ -55,7 +55,7 @@ def find_graph_uses(
         edges: Where gradients of its sources arrive; None for a source that takes none.
         outputs: The tensors that the call created and returned and that require gradients.
         tensors: All tensors that the call returned.
-        is_held: Whether something besides the return value refers to an output.
+        is_referenced: Whether something besides the return value refers to an output.
     """
     call = recorder.call
     if reason := why_not_cut(recorder, outputs):
@@ -85,8 +85,8 @@ def find_graph_uses(
     if _shares_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
-    unheld = unheld_leaves(outputs, call.known.first_sequence) if call.builder.made_leaves else []
-    if is_held or recorder.custom.outlived([*outputs, *unheld]):
+    unreferenced = unreferenced_leaves(outputs, call.known.first_sequence) if call.builder.made_leaves else []
+    if is_referenced or recorder.custom.outlived([*outputs, *unreferenced]):
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )

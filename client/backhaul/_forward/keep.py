@@ -141,7 +141,7 @@ def decide(
     outputs: list[Tensor],
     tensors: list[Tensor],
     *,
-    is_held: bool,
+    is_referenced: bool,
 ) -> Graft | KeepInside | Local:
     """Decides where a segment is recomputed and what stays of its graph. A pure function.
 
@@ -151,7 +151,7 @@ def decide(
         edges: The graph edge of each source; None for a source without gradient.
         outputs: The tensors that the call created and returned and that require gradients.
         tensors: All tensors that the call returned.
-        is_held: Whether something besides the return value refers to an output.
+        is_referenced: Whether something besides the return value refers to an output.
     """
     if call.recording.refusal is not None:
         return Local(named(call.recording.refusal, outputs, recorder.call.known.first_sequence), keeps_activations=True)
@@ -163,7 +163,7 @@ def decide(
     if changeable:  # the graph's own node sees such a change, a worker's would not
         return KeepInside(f"a custom function takes a {changeable}, which may change before backward")
     try:
-        return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_held=is_held))
+        return Graft(find_graph_uses(recorder, edges, outputs, tensors, is_referenced=is_referenced))
     except Refusal as refusal:
         return KeepInside(refusal.reason)
 
@@ -215,12 +215,12 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     def is_output(tensor: Tensor) -> bool:
         return tensor.requires_grad and not recorder.call.known.passes_through(tensor)
 
-    is_held = has_other_references(returned, is_output)  # first, while no other variable refers to an output
+    is_referenced = has_other_references(returned, is_output)  # first, while no other variable refers to an output
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
     edges = recorder.call.memory.sources.edges()
     sources = recorder.call.memory.sources.tensors
-    decision = decide(recorder, call, edges, outputs, tensors, is_held=is_held)
+    decision = decide(recorder, call, edges, outputs, tensors, is_referenced=is_referenced)
     if isinstance(decision, Graft):
         # One node replaces the graph of the inside, and its backward starts from the outputs: the program returns them.
         graph_uses = decision.uses

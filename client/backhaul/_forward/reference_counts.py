@@ -31,12 +31,12 @@ def has_other_references(returned: list[Any], is_output: Callable[[Tensor], bool
     for key in objects:  # noqa: PLC0206  a name for the value would add a reference
         if sys.getrefcount(objects[key]) - accounted[key] > _IDLE:
             return True
-        if isinstance(objects[key], Tensor) and _is_tensor_held(objects[key]):
+        if isinstance(objects[key], Tensor) and _is_referenced(objects[key]):
             return True
     return False
 
 
-def unheld_leaves(outputs: Sequence[Tensor], first_sequence: int) -> list[Tensor]:
+def unreferenced_leaves(outputs: Sequence[Tensor], first_sequence: int) -> list[Tensor]:
     """Returns the leaves in the graph of a call to which nothing else refers, so that nobody can read their `.grad`.
 
     Args:
@@ -45,19 +45,21 @@ def unheld_leaves(outputs: Sequence[Tensor], first_sequence: int) -> list[Tensor
     """
     nodes = leaf_nodes(outputs, first_sequence)
     return [
-        leaf for node in nodes if leaf_references(node) == _of_unheld_leaf() and (leaf := leaf_of(node)) is not None
+        leaf
+        for node in nodes
+        if leaf_references(node) == _of_unreferenced_leaf() and (leaf := leaf_of(node)) is not None
     ]
 
 
 @cache
-def _of_unheld_leaf() -> tuple[int, int]:
+def _of_unreferenced_leaf() -> tuple[int, int]:
     with torch.enable_grad():
         output = torch.zeros((), requires_grad=True) + 1
     (node,) = leaf_nodes([output], 0)
     return leaf_references(node)
 
 
-def _is_tensor_held(output: Tensor) -> bool:
+def _is_referenced(output: Tensor) -> bool:
     return (
         output.retains_grad
         or (base_of(output) is not None and sys.getrefcount(base_of(output)) > _IDLE_BASE)

@@ -15,7 +15,7 @@ from backhaul_runtime.program.op_rules import hides_write
 from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.record.call_memory import SavedVersion
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.record.sources import MakeCopy
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import as_laid_out, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
@@ -39,9 +39,9 @@ class SavedTensorHooks:
         has_kept_region: Whether autograd saved a tensor inside `kept_region`.
     """
 
-    def __init__(self, hold: Hold, selection: Selection | None, hooks: Hooks | None) -> None:
+    def __init__(self, make_copy: MakeCopy, selection: Selection | None, hooks: Hooks | None) -> None:
         self._table: HandleTable | None = None
-        self._hold = hold
+        self._make_copy = make_copy
         self._selection = selection
         self._hooks = hooks
         self.recorder: Recorder | None = None
@@ -185,7 +185,7 @@ class SavedTensorHooks:
         """Returns a copy of an argument, because the caller may change it. Equal copies are shared."""
         layout = layout_of(tensor)
         address = None if layout.is_on_accelerator else tensor_address(layout, content_digest(tensor, layout))
-        return self._hold(tensor, layout, address)
+        return self._make_copy(tensor, layout, address)
 
     def _kept(self, index: int, tensor: Tensor, *, is_statistic: bool) -> KeptTensor:
         """Keeps a tensor. Once a step of our own has failed, autograd's own checks are all that it gets."""

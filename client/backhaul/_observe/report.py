@@ -108,7 +108,7 @@ class BlockReport:
         others_s: Seconds of all that the trainer did besides its share of the segments, without waiting.
         trainer: The segments that the trainer has computed, and their mean time.
         workers: The same for each worker, by its address.
-        held_bytes: The most bytes of gradients that were held back on the trainer.
+        pending_gradient_bytes: The most bytes of gradients that were pending on the trainer.
         chain: The most segments that a micro-batch had, wherever they were computed.
         segment_bytes: The most bytes of gradients that one micro-batch has for the parameters of a segment that workers
             were given.
@@ -121,7 +121,7 @@ class BlockReport:
     others_s: float
     trainer: Helper
     workers: dict[str, Helper]
-    held_bytes: int
+    pending_gradient_bytes: int
     chain: int = 0
     segment_bytes: int = 0
     deferred_bytes: int = 0
@@ -144,7 +144,7 @@ class BlockReport:
         shares = [("trainer", self.trainer), *self.workers.items()]
         lines = [
             f"last accumulation block: {self.micro_batches} micro-batches in {self.took_s:.2f} s, "
-            f"speed-up {self.speed_up:.2f}, at most {self.held_bytes / 1e6:.1f} MB of gradients held back "
+            f"speed-up {self.speed_up:.2f}, at most {self.pending_gradient_bytes / 1e6:.1f} MB of gradients pending "
             f"and {self.deferred_bytes / 1e6:.1f} MB in unfinished micro-batches"
         ]
         lines += [

@@ -122,8 +122,8 @@ class Telemetry:
         self._has_explicit_steps = False
         self._calls: deque[ReportedCall] = deque()
         self._steps: deque[tuple[telemetry_pb2.Step, _Totals, Any, Context | None]] = deque()
-        self._held_bytes = 0
-        self._peak_held_bytes = 0
+        self._saved_bytes = 0
+        self._peak_saved_bytes = 0
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
         self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
@@ -166,9 +166,9 @@ class Telemetry:
         """Notes the end of a forward, which spares memory until its frame has died."""
         with self._lock:
             while self._death_notices:
-                self._held_bytes -= self._endings.take(self._death_notices.popleft())
-            self._held_bytes += saved_bytes
-            self._now.saved_bytes = max(self._now.saved_bytes, self._held_bytes)
+                self._saved_bytes -= self._endings.take(self._death_notices.popleft())
+            self._saved_bytes += saved_bytes
+            self._now.saved_bytes = max(self._now.saved_bytes, self._saved_bytes)
             self._now.overhead_s += overhead_s
         return self._endings.watch(frame, saved_bytes)
 
@@ -228,7 +228,7 @@ class Telemetry:
             if not now.calls:
                 return
             self._now = _Totals(now.number + 1)
-            self._peak_held_bytes = max(self._peak_held_bytes, now.saved_bytes)
+            self._peak_saved_bytes = max(self._peak_saved_bytes, now.saved_bytes)
             step = telemetry_pb2.Step(
                 number=now.number,
                 started_at_s=now.started_at_s,
@@ -243,7 +243,7 @@ class Telemetry:
                 down_bytes=now.down_bytes,
                 spared_bytes=now.spared_bytes,
                 saved_bytes=max(0, now.saved_bytes),
-                peak_saved_bytes=max(0, self._peak_held_bytes),
+                peak_saved_bytes=max(0, self._peak_saved_bytes),
             )
             context = self._traces.context() if self._traces is not None else None
             self._steps.append((step, now, loss.detach() if isinstance(loss, torch.Tensor) else loss, context))
@@ -329,7 +329,7 @@ def _block_message(block: BlockReport) -> telemetry_pb2.Block:
             telemetry_pb2.Share(worker=worker, segments=helper.segments, segment_s=helper.segment_s)
             for worker, helper in [("", block.trainer), *block.workers.items()]
         ],
-        held_bytes=block.held_bytes,
+        pending_gradient_bytes=block.pending_gradient_bytes,
     )
 
 

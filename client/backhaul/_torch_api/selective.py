@@ -228,7 +228,7 @@ class KeptTensor:
             host = copy_exact(tensor, device="cpu")
         self._packed = host
         device = tensor.device
-        self._unpacks.append(lambda held: held if held.device == device else copy_exact(held, device=device))
+        self._unpacks.append(lambda tensor: tensor if tensor.device == device else copy_exact(tensor, device=device))
 
     def pack(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
         """Passes the tensor to the user's saved-tensor hooks, which may return another one."""

@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
     experiment = read(arguments.file)
     records = Records(arguments.results, experiment.name)
     nodes = open_fabric(experiment)  # before anything is discarded: this machine may not be able to run it
-    with records.held():
+    with records.locked():
         if arguments.restart:
             records.discard()
         records.begin(experiment, describe())

@@ -782,13 +782,13 @@ class Block(_message.Message):
     TOOK_S_FIELD_NUMBER: _builtins.int
     OTHERS_S_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
-    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    PENDING_GRADIENT_BYTES_FIELD_NUMBER: _builtins.int
     micro_batches: _builtins.int
     took_s: _builtins.float
     others_s: _builtins.float
     """All that the trainer did besides its share of the segments, without waiting."""
-    held_bytes: _builtins.int
-    """The most bytes of gradients that the trainer held back."""
+    pending_gradient_bytes: _builtins.int
+    """The most bytes of gradients that were pending on the trainer."""
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___Share]:
         """Of the trainer, whose share has no worker, and of each worker that has computed a segment."""
@@ -800,11 +800,11 @@ class Block(_message.Message):
         took_s: _builtins.float = ...,
         others_s: _builtins.float = ...,
         shares: _abc.Iterable[Global___Share] | None = ...,
-        held_bytes: _builtins.int = ...,
+        pending_gradient_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_bytes", b"held_bytes", "micro_batches", b"micro_batches", "others_s", b"others_s", "shares", b"shares", "took_s", b"took_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["micro_batches", b"micro_batches", "others_s", b"others_s", "pending_gradient_bytes", b"pending_gradient_bytes", "shares", b"shares", "took_s", b"took_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

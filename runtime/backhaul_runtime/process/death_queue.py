@@ -34,20 +34,20 @@ class DeathQueue:
 
     def __init__(self, put: Callable[[DeathNotice], None]) -> None:
         self._put = put
-        self._held: dict[int, DeathNotice] = {}
+        self._notices: dict[int, DeathNotice] = {}
 
     def watch(self, of: object, then: Any) -> DeathNotice:
         """Watches an object, and puts the returned notice into the queue when the object dies."""
         ending = DeathNotice(of, self._put)
         ending.then = then
-        self._held[id(ending)] = ending
+        self._notices[id(ending)] = ending
         return ending
 
     def take(self, ending: DeathNotice) -> Any:
         """Returns the work of a notice and drops the notice. If its object is still alive, nothing will be queued."""
-        self._held.pop(id(ending), None)
+        self._notices.pop(id(ending), None)
         return ending.then
 
     def to_come(self) -> list[Any]:
         """Returns the work for each watched object that is still alive."""
-        return [ending.then for ending in list(self._held.values()) if ending() is not None]
+        return [ending.then for ending in list(self._notices.values()) if ending() is not None]

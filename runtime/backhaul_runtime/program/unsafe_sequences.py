@@ -46,10 +46,10 @@ def _check_weights(name: str, gates: int, given: Mapping[str, Any], states: Sequ
         width = data.shape[-1] if layer == 0 else output * directions
         one = [(gates * cell, width), (gates * cell, output), *([(gates * cell,)] * 2 if given["has_biases"] else [])]
         expected += (one + ([(output, cell)] if output != cell else [])) * directions
-    held = [(layers * directions, batch, state.shape[-1]) for state in states]
+    state_sizes = [(layers * directions, batch, state.shape[-1]) for state in states]
     shapes = [tuple(tensor.shape) for tensor in (*states, *parameters)]
-    if shapes != [*held, *expected]:
-        raise ValueError(f"{name} has states and weights of sizes {shapes}, it needs {[*held, *expected]}")
+    if shapes != [*state_sizes, *expected]:
+        raise ValueError(f"{name} has states and weights of sizes {shapes}, it needs {[*state_sizes, *expected]}")
 
 
 def _check_batch_sizes(sizes: Tensor, rows: int) -> None:

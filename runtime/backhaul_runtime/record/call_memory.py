@@ -9,7 +9,7 @@ from torch import Tensor
 from backhaul_runtime.record.contents import Contents, FixedDigests
 from backhaul_runtime.record.interior_memory import InteriorMemory
 from backhaul_runtime.record.recording import RecordedSource
-from backhaul_runtime.record.sources import Hold, SourceLedger
+from backhaul_runtime.record.sources import MakeCopy, SourceLedger
 
 
 class SavedVersion(NamedTuple):
@@ -34,7 +34,7 @@ class CallMemory:
     Args:
         noted: The list to which sources are added. It may outlive the call.
         arguments: The tensors passed to the call.
-        hold: Makes copies of tensors that may change before backward.
+        make_copy: Makes copies of tensors that may change before backward.
         fixed: Digests of parameters that do not change during the call; None to compute all digests.
 
     Attributes:
@@ -47,9 +47,9 @@ class CallMemory:
     """
 
     def __init__(
-        self, noted: list[RecordedSource], arguments: Sequence[Tensor], hold: Hold, fixed: FixedDigests | None
+        self, noted: list[RecordedSource], arguments: Sequence[Tensor], make_copy: MakeCopy, fixed: FixedDigests | None
     ) -> None:
-        self.sources = SourceLedger(noted, arguments, hold)
+        self.sources = SourceLedger(noted, arguments, make_copy)
         self.interior = InteriorMemory(self.sources)
         self.contents = Contents(fixed)
         self.saved: defaultdict[int, dict[int, SavedVersion]] = defaultdict(dict)

@@ -32,7 +32,7 @@ from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
-from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.record.sources import MakeCopy
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
@@ -49,7 +49,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         arguments: The tensors passed to the call. They are copied at first use, because the caller may change them.
         allowed: Names of the ops that a program may hold.
-        hold: Makes copies of tensors that may change before backward.
+        make_copy: Makes copies of tensors that may change before backward.
         pack: The pack hook that calls `note_saved`. Ops under any other hook are refused. None to check no hooks.
         op_ended: Called after each op, with whether the op is part of the program (Rule 4).
         overwritten: Called before a write to the memory of saved tensors.
@@ -70,7 +70,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self,
         arguments: Sequence[Tensor],
         allowed: frozenset[str],
-        hold: Hold,
+        make_copy: MakeCopy,
         pack: Callable[[Tensor], object] | None = None,
         op_ended: Callable[[bool], None] = lambda _: None,
         overwritten: Overwritten = lambda *_: None,
@@ -81,7 +81,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         allows: JoinedNames = JoinedNames(),  # noqa: B008  it never changes
     ) -> None:
         super().__init__()
-        self.call = RunningCall(arguments, hold, pack, fixed, has_recorded_choices=records_choices)
+        self.call = RunningCall(arguments, make_copy, pack, fixed, has_recorded_choices=records_choices)
         self.custom = CustomFunctions(self.call, allows)
         self.recording = self.call.recording
         self._ops = OpRecorder(self.call, allowed, self.custom)

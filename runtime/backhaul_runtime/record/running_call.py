@@ -13,7 +13,7 @@ from backhaul_runtime.record.known_tensors import KnownTensors
 from backhaul_runtime.record.program_builder import ProgramBuilder
 from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.record.running_op import RunningOp
-from backhaul_runtime.record.sources import Hold
+from backhaul_runtime.record.sources import MakeCopy
 
 
 class RunningCall:
@@ -21,7 +21,7 @@ class RunningCall:
 
     Args:
         arguments: The tensors passed to the call.
-        hold: Makes copies of tensors that may change before backward.
+        make_copy: Makes copies of tensors that may change before backward.
         pack: The only pack hook that ops may run under; None to check no hooks.
         fixed: Digests of parameters that do not change during the call; None to compute all digests.
         has_recorded_choices: Whether to record draws and decisions.
@@ -40,7 +40,7 @@ class RunningCall:
     def __init__(
         self,
         arguments: Sequence[Tensor],
-        hold: Hold,
+        make_copy: MakeCopy,
         pack: Callable[[Tensor], object] | None,
         fixed: FixedDigests | None,
         *,
@@ -48,7 +48,7 @@ class RunningCall:
     ) -> None:
         self.recording = Recording(has_recorded_choices=has_recorded_choices)
         self.op = RunningOp()
-        self.memory = CallMemory(self.recording.sources, arguments, hold, fixed)
+        self.memory = CallMemory(self.recording.sources, arguments, make_copy, fixed)
         self.states = AmbientStates(pack)
         self.generators = GeneratorStates(self.recording)
         self.choices = CallChoices(self.recording, self.memory.sources, self.generators)

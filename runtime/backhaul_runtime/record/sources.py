@@ -15,7 +15,7 @@ from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of, unsup
 from backhaul_runtime.torch_internals.private import identity_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
-Hold = Callable[[Tensor, Layout, Digest | None], Tensor]
+MakeCopy = Callable[[Tensor, Layout, Digest | None], Tensor]
 """A function that returns a copy of a tensor, from the tensor, its layout, and its address or None if unknown. Equal
 addresses may share one copy."""
 
@@ -30,18 +30,18 @@ class SourceLedger:
     Args:
         noted: The list to which sources are added. It may outlive the call and the ledger.
         arguments: The tensors passed to the call. They are copied at first use, because the caller may change them.
-        hold: Makes copies of tensors that may change before backward.
+        make_copy: Makes copies of tensors that may change before backward.
 
     Attributes:
         arguments: The tensors passed to the call, including those that no op has used yet.
         tensors: The caller's own tensor of each source, by its number.
     """
 
-    def __init__(self, noted: list[RecordedSource], arguments: Sequence[Tensor], hold: Hold) -> None:
+    def __init__(self, noted: list[RecordedSource], arguments: Sequence[Tensor], make_copy: MakeCopy) -> None:
         self.arguments = arguments
         self.tensors: list[Tensor] = []
         self._noted = noted
-        self._hold = hold
+        self._make_copy = make_copy
         self._argument_ids = {identity_of(tensor) for tensor in arguments}
         self._edges: list[GradientEdge | None] = []  # by number of the source, None for leaves
         self._by_storage: dict[int, list[int]] = {}
@@ -91,11 +91,11 @@ class SourceLedger:
         if not is_copy:
             value = tensor.detach()
         elif is_own_state and not isinstance(address, bytes):
-            # While the address is on an accelerator, `hold` finds copies by version. But ops may write to state without
-            # a new version, as BatchNorm does to its statistics. `hold` would then return an old copy.
+            # While the address is on an accelerator, `make_copy` finds copies by version. But ops may write to state
+            # without a new version, as BatchNorm does to its statistics. `make_copy` would then return an old copy.
             value = copy_exact(tensor, layout)
         else:
-            value = self._hold(tensor, layout, address)
+            value = self._make_copy(tensor, layout, address)
         offset, edge = int(tensor.storage_offset()), None if is_leaf else get_gradient_edge(tensor)
         source = RecordedSource(layout, offset, address, value, is_copy, is_argument, tensor.requires_grad, is_leaf)
         index = self._add(tensor, edge, source)

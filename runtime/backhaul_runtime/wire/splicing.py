@@ -54,13 +54,13 @@ class Batch:
     Attributes:
         declarations: The declarations of tensors in this batch.
         chunks: The chunks of the tensors' elements.
-        held: The owners of the chunks' memory, which the views themselves do not keep alive.
+        owners: The owners of the chunks' memory, which the views themselves do not keep alive.
         complete: The moments at which copies from a device into that memory end. Before them it must not be read.
     """
 
     declarations: list[tensor_pb2.TensorDeclaration] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
-    held: list[object] = field(default_factory=list)
+    owners: list[object] = field(default_factory=list)
     complete: "list[DeviceMoment]" = field(default_factory=list)
 
 

@@ -146,12 +146,12 @@ def batches(outgoing_tensors: Iterable[OutgoingTensor], write: SharedWriter = la
                 batch, filled, placed, expanded = Batch(), 0, 0, 0
             continue
         offset = 0
-        for held, data, complete in in_order(outgoing):
+        for owners, data, complete in in_order(outgoing):
             left = data
             while left:
                 piece = left[: CHUNK_BYTES - filled]
                 batch.chunks.append(Chunk(index, offset, piece))
-                batch.held += held
+                batch.owners += owners
                 batch.complete += complete
                 left = left[len(piece) :]
                 offset += len(piece)

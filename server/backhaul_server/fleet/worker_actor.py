@@ -139,17 +139,17 @@ class FleetWorker:
         import ray
 
         while not self._stopping.is_set():
-            with ExitStack() as held:
+            with ExitStack() as reserved:
                 try:
-                    self._run(held)
+                    self._run(reserved)
                 except OSError as error:
                     self._trouble = f'can\'t listen on "{self._listen.text}": {error.strerror or error}'
             self._stopping.wait(RETRY_S)
         ray.kill(self._actor, no_restart=True)
 
-    def _run(self, held: ExitStack) -> None:
+    def _run(self, reserved: ExitStack) -> None:
         """Runs a worker on a port of its own until it is not to be restarted there. Raises OSError for a taken port."""
-        text = reserve_address(self._listen, held)
+        text = reserve_address(self._listen, reserved)
         lines: deque[str] = deque([""], maxlen=1)
         with self._round:
             if self._stopping.is_set():

@@ -78,9 +78,9 @@ def supervise(address: Address, command: Callable[[str], Sequence[str]], gate: G
         command: Returns the worker's command line for an address.
         gate: Decides when a worker may run; None for always.
     """
-    with ExitStack() as held:
+    with ExitStack() as reserved:
         try:
-            text = address.text if address.unix_path else reserve_address(address, held)
+            text = address.text if address.unix_path else reserve_address(address, reserved)
         except OSError as error:
             sys.stderr.write(f'backhaul worker: can\'t listen on "{address.text}": {error.strerror or error}\n')
             return 2
@@ -263,8 +263,8 @@ def _how_it_ended(code: int) -> str:
     return f"ended with code {code}"
 
 
-def reserve_address(address: Address, held: ExitStack) -> str:
-    """Binds sockets to a TCP address until `held` is closed. Returns the address with its port. Raises OSError.
+def reserve_address(address: Address, reserved: ExitStack) -> str:
+    """Binds sockets to a TCP address until `reserved` is closed. Returns the address with its port. Raises OSError.
 
     The worker can still listen on the port, because all of these sockets allow reuse and none of them listens.
     """
@@ -272,7 +272,7 @@ def reserve_address(address: Address, held: ExitStack) -> str:
     targets = socket.getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, target in targets:
         try:
-            bound = held.enter_context(socket.socket(family, kind, protocol))
+            bound = reserved.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

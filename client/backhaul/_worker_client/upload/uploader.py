@@ -166,23 +166,23 @@ class Uploader:
 
     @only_in("backhaul-upload")
     def _serve(self) -> None:
-        held, pause_s = list[_Release](), GATHER_S
+        releases, pause_s = list[_Release](), GATHER_S
         while True:
             item: _Item | DeathNotice | None = None  # nothing of the last item stays alive while this thread waits
             is_soon = True
             try:
-                item = self._queue.get(timeout=pause_s if held else None)
+                item = self._queue.get(timeout=pause_s if releases else None)
             except queue.Empty:
                 is_soon = False
             try:
                 if isinstance(item, DeathNotice):
                     item = self._endings.take(item)
                 if isinstance(item, _Release):
-                    held.append(item)
-                if held and (not isinstance(item, _Release) or len(held) >= MOST_GATHERED):
+                    releases.append(item)
+                if releases and (not isinstance(item, _Release) or len(releases) >= MOST_GATHERED):
                     pause_s = REPEAT_S  # also after an error
-                    held = self._release(held)
-                    pause_s = REPEAT_S if held else GATHER_S
+                    releases = self._release(releases)
+                    pause_s = REPEAT_S if releases else GATHER_S
                 if isinstance(item, SegmentUpload):
                     self._save(item)
                 elif callable(item):

@@ -66,7 +66,7 @@ class Records:
         self.path = directory / name
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keeps other runs of this experiment away meanwhile, however this process ends.
 
         Raises:

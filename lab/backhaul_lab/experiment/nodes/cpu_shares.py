@@ -112,16 +112,16 @@ class StoppedShares:
 
     def __init__(self) -> None:
         self.how = "stopping and continuing processes every 20 ms (SIGSTOP)"
-        self._held = ExitStack()
+        self._throttles = ExitStack()
 
     def hold(self, name: str, pids: Sequence[int], share: float) -> None:
         """Holds processes to a share of a core until `close`. The name is not used."""
         if share < 1:
-            self._held.enter_context(throttle.to(share, pids, min(os.sched_getaffinity(0))))
+            self._throttles.enter_context(throttle.to(share, pids, min(os.sched_getaffinity(0))))
 
     def close(self) -> None:
         """Lets all processes run."""
-        self._held.close()
+        self._throttles.close()
 
 
 def cpu_shares() -> CpuShares:

@@ -76,7 +76,9 @@ class BlockStatus(Schema):
 
     micro_batches: int = Field(description="Number of micro-batches in the block", examples=[8])
     took_ms: float = Field(description="Milliseconds from the beginning of the block to its end", examples=[2_640.0])
-    held_bytes: int = Field(description="The most bytes of gradients that the trainer held back", examples=[12_600_000])
+    pending_gradient_bytes: int = Field(
+        description="The most bytes of gradients that were pending on the trainer", examples=[12_600_000]
+    )
     speed_up: float | None = Field(
         description="Time that the trainer alone would have taken, over the time that the block took; null if the "
         "trainer has computed no segment",

@@ -85,8 +85,8 @@ class _Round:
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors in the sums, with `SUM_BYTES` for each."""
-        held = [tensor for entry in self._sums.values() for tensor in (entry.total, entry.last_pass)]
-        return sum(SUM_BYTES + tensor.nbytes for tensor in held if tensor is not None)
+        tensors = [tensor for entry in self._sums.values() for tensor in (entry.total, entry.last_pass)]
+        return sum(SUM_BYTES + tensor.nbytes for tensor in tensors if tensor is not None)
 
     @only_in("executor")
     def add(self, pending: _Pending) -> None:
@@ -315,8 +315,8 @@ def _without(
             return False
         value = sources[source]
         is_like = (outgoing.tensor.shape, outgoing.tensor.dtype) == (value.shape, value.dtype)
-        held_bytes = outgoing.tensor.untyped_storage().nbytes()
-        return is_like and held_bytes <= outgoing.layout.span_bytes + alignment_of(outgoing.layout.device)
+        storage_bytes = outgoing.tensor.untyped_storage().nbytes()
+        return is_like and storage_bytes <= outgoing.layout.span_bytes + alignment_of(outgoing.layout.device)
 
     bundle = result.bundle
     sent, leaving, before = set[int](), set[int](), -1

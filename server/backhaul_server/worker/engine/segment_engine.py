@@ -297,8 +297,8 @@ class SegmentEngine:
             return
         addressed = [outgoing for outgoing in (*result.bundle.tensors, *result.chained.values()) if outgoing.address]
         for outgoing in addressed:
-            held_bytes = outgoing.tensor.untyped_storage().nbytes()  # the tensor may be a view of a part of it
-            self._store.cache(session, outgoing.address, outgoing.tensor, ENTRY_BYTES + held_bytes)
+            storage_bytes = outgoing.tensor.untyped_storage().nbytes()  # the tensor may be a view of a part of it
+            self._store.cache(session, outgoing.address, outgoing.tensor, ENTRY_BYTES + storage_bytes)
         self.keep_gradients(session, [outgoing.address for outgoing in addressed])
 
     def _run(self, segment: Segment, key: Key) -> None:

@@ -300,7 +300,7 @@ class SharedMemoryEnd:
         async with self._moving:
             while moved < wanted_bytes:
                 oldest = store.oldest_shared(
-                    lambda held: isinstance(held, Tensor) and any(region.holds(held) for region in regions)
+                    lambda value: isinstance(value, Tensor) and any(region.holds(value) for region in regions)
                 )
                 if oldest is None:
                     return

@@ -53,13 +53,13 @@ class Peers:
 
         Reads /proc, so call it from a thread other than the event loop's.
         """
-        held, closed = Counter[str](), Counter[str]()
+        counts, closed = Counter[str](), Counter[str]()
         known = set[_Peer]()
         numbers = {peer: number for number in _open_files() if (peer := self._peer_of(number)) is not None}
         for peer in sorted(numbers, key=lambda peer: peer not in self._known):
             host, _ = peer
-            held[host] += 1
-            if held[host] <= self._most:
+            counts[host] += 1
+            if counts[host] <= self._most:
                 known.add(peer)
             elif self._shut_down(numbers[peer], peer):
                 closed[host] += 1

@@ -88,14 +88,14 @@ async def joined(answers: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     Yields a message before it takes the next answer from the iterator: taking a result marks it as pushed, although
     the stream may end before the result is sent.
     """
-    number, held = segment_pb2.Answer.MORE_FIELD_NUMBER, list[bytes]()
+    number, parts = segment_pb2.Answer.MORE_FIELD_NUMBER, list[bytes]()
     async for answer in answers:
-        held.append(field_of(number, answer) if held else answer)
-        if sum(map(len, held)) >= SPLICED_BYTES:
-            yield sealed(held)
-            held = []
-    if held:
-        yield sealed(held)
+        parts.append(field_of(number, answer) if parts else answer)
+        if sum(map(len, parts)) >= SPLICED_BYTES:
+            yield sealed(parts)
+            parts = []
+    if parts:
+        yield sealed(parts)
 
 
 def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contribution]:

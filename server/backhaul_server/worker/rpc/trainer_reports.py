@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from backhaul_proto.v1 import telemetry_pb2
 
-HELD_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 ANSWER_BYTES = 256 << 10
 _REPORT_BYTES = 128
 """Bytes of a kept report beside its encoding."""
@@ -18,18 +18,18 @@ class TrainerReports:
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[str, bytes]] = deque()  # with the name of the credential
+        self._reports: deque[tuple[str, bytes]] = deque()  # with the name of the credential
         self._bytes = 0
         self._last = 0
 
     def put(self, report: telemetry_pb2.TrainerReport, credential: str) -> None:
-        """Adds a report of a trainer with this credential, and drops the oldest ones beyond `HELD_BYTES`."""
+        """Adds a report of a trainer with this credential, and drops the oldest ones beyond `MAX_BYTES`."""
         self._last += 1
         numbered = telemetry_pb2.Report(number=self._last, report=report).SerializeToString()
-        self._held.append((credential, numbered))
+        self._reports.append((credential, numbered))
         self._bytes += _REPORT_BYTES + len(numbered)
-        while self._bytes > HELD_BYTES:
-            self._bytes -= _REPORT_BYTES + len(self._held.popleft()[1])
+        while self._bytes > MAX_BYTES:
+            self._bytes -= _REPORT_BYTES + len(self._reports.popleft()[1])
 
     def after(self, number: int, credential: str | None) -> tuple[list[bytes], bool]:
         """Returns encoded reports after that number, as many as fit one answer, and whether there are more.
@@ -48,7 +48,7 @@ class TrainerReports:
         return reports, False
 
     def _newer(self, number: int, credential: str | None) -> Iterator[bytes]:
-        first = self._last - len(self._held) + 1
+        first = self._last - len(self._reports) + 1
         start = max(0, number + 1 - first)
-        newer = (self._held[i] for i in range(start, len(self._held)))
+        newer = (self._reports[i] for i in range(start, len(self._reports)))
         return (report for owner, report in newer if credential is None or owner == credential)

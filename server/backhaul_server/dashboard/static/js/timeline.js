@@ -107,7 +107,7 @@ function showBlock(timeline) {
   byId("timeline-rows").closest("label").hidden = !timeline.calls.some((call) => call.micro_batch > 0);
   if (!block) return;
   const speedUp = block.speed_up === null ? "" : `, speed-up ${block.speed_up.toFixed(2)}`;
-  setText(byId("block-about"), `${count(block.micro_batches)} micro-batches in ${milliseconds(block.took_ms)}${speedUp}. At most ${bytes(block.held_bytes)} of gradients were held back.`);
+  setText(byId("block-about"), `${count(block.micro_batches)} micro-batches in ${milliseconds(block.took_ms)}${speedUp}. At most ${bytes(block.pending_gradient_bytes)} of gradients were pending.`);
   shares.update(block.shares);
 }
 

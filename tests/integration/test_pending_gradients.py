@@ -27,31 +27,31 @@ def no_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_segment_that_changes_hands_leaves_one_sum_on_the_worker(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def held_bytes(*last: int) -> int:
+    def pending_bytes(*last: int) -> int:
         take_last(monkeypatch, session, "recompute", *last)
         trained(session, micro_batches=6, steps=1)
         block = session.report().block
         assert block is not None
-        return block.held_bytes - block.segment_bytes * last[-1]
+        return block.pending_gradient_bytes - block.segment_bytes * last[-1]
 
     trained(session, steps=1)  # in the first micro-batch the number of segments is unknown
-    others_bytes = held_bytes(0)
-    assert held_bytes(0, 0, 0, 0, 0, 1) == others_bytes
+    others_bytes = pending_bytes(0)
+    assert pending_bytes(0, 0, 0, 0, 0, 1) == others_bytes
     # The gradients of the last two micro-batches must follow the worker's sum, so they cannot be added to each other.
-    assert held_bytes(0, 0, 0, 0, 1, 1) > others_bytes
+    assert pending_bytes(0, 0, 0, 0, 1, 1) > others_bytes
 
 
 def test_the_split_keeps_to_what_may_be_held_back(worker: WorkerProcess) -> None:
-    with backhaul.connect(worker.address, settings=quiet(held_bytes=1)) as session:
+    with backhaul.connect(worker.address, settings=quiet(pending_gradient_bytes=1)) as session:
         shares = session._shares["recompute"]
         assert shares.trainers_share() == 0
-    with backhaul.connect(worker.address, settings=quiet(held_bytes=1 << 20)) as session:
+    with backhaul.connect(worker.address, settings=quiet(pending_gradient_bytes=1 << 20)) as session:
         shares = session._shares["recompute"]
         for _ in range(4):
             trained(session, micro_batches=8, steps=1)
             block = session.report().block
             assert block is not None
-            assert 0 < block.held_bytes <= 1 << 20
+            assert 0 < block.pending_gradient_bytes <= 1 << 20
             assert shares.last_segments(8, {}, {}, 0) == 0  # because that holds back more
 
 
@@ -75,7 +75,7 @@ def test_what_unfinished_micro_batches_hold_is_bounded(
     assert deferred_bytes(1) == 0  # each backward waits for all of its gradients
 
 
-def test_kept_activations_count_as_held(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_activations_count_as_pending(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     def deferred_bytes(local: Local) -> int:
         monkeypatch.setattr(session._shares[local], "trainers_share", lambda: 2)
         for _ in range(2):  # the first micro-batch shows how many segments there are
@@ -102,27 +102,27 @@ def test_a_micro_batch_of_the_trainer_alone_is_finished_at_once(
     assert (block.deferred_bytes, block.workers) == (0, {})
 
 
-def test_gradients_that_are_held_back_are_bounded(worker: WorkerProcess) -> None:
+def test_gradients_that_are_pending_are_bounded(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, settings=QUIET) as session:
         trained(session, kind="hooks on parameters", steps=1)
         block = session.report().block
         assert block is not None
-        most_bytes = block.held_bytes
+        most_bytes = block.pending_gradient_bytes
     with (
-        backhaul.connect(worker.address, settings=quiet(held_bytes=most_bytes - 1)) as session,
-        pytest.raises(backhaul.AccumulationError, match="held_bytes allows"),
+        backhaul.connect(worker.address, settings=quiet(pending_gradient_bytes=most_bytes - 1)) as session,
+        pytest.raises(backhaul.AccumulationError, match="pending_gradient_bytes"),
     ):
         trained(session, kind="hooks on parameters", steps=1)
 
 
 def test_a_block_that_begins_with_gradients_holds_no_more_for_more_micro_batches(session: Session) -> None:
-    def held_bytes(micro_batches: int) -> int:
+    def pending_bytes(micro_batches: int) -> int:
         trained(session, micro_batches=micro_batches, steps=2)  # only the second step begins with gradients
         block = session.report().block
         assert block is not None
-        return block.held_bytes
+        return block.pending_gradient_bytes
 
-    assert 0 < held_bytes(3) == held_bytes(8)
+    assert 0 < pending_bytes(3) == pending_bytes(8)
 
 
 def test_the_report_shows_who_computed_what(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
