@@ -34,7 +34,7 @@ def targets(module: ast.Module) -> dict[str, str]:
 
 
 def test_what_a_thread_runs_asserts_the_thread() -> None:
-    found, offenders = 0, []
+    count, offenders = 0, []
     for path, module in modules().items():
         decorators = {
             node.name: [ast.unparse(decorator) for decorator in node.decorator_list]
@@ -42,11 +42,11 @@ def test_what_a_thread_runs_asserts_the_thread() -> None:
             if isinstance(node, ast.FunctionDef)
         }
         of_threads = targets(module)
-        found += len(of_threads)
+        count += len(of_threads)
         offenders += [
             (path, method) for method, thread in of_threads.items() if f"only_in({thread!r})" not in decorators[method]
         ]
-    assert found >= 8
+    assert count >= 8
     assert offenders == []
 
 

@@ -3,11 +3,12 @@
 import ast
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.parsed_files import parsed
+from support.parsed_files import nodes_of
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("proto", "runtime", "client", "server", "lab", "tests")
@@ -19,21 +20,27 @@ def rows_of(heading: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
 
 
+@cache
 def paths() -> list[Path]:
     code = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".proto"}]
     return [path for path in code if "_pb2" not in path.name]
 
 
-def names_of(path: Path, *, with_functions: bool = True) -> Iterator[str]:
-    """All that a file names: in Python what it defines, in messages every word of its code.
+@cache
+def names_of(path: Path, *, with_functions: bool = True) -> list[tuple[str, set[str]]]:
+    """All that a file names, each name with its words: what Python defines, every word of a message's code.
 
     Without functions, also arguments and attributes that hold one are left out: their names may begin with a verb.
     """
+    return [(name, set(words_of(name))) for name in _names_of(path, with_functions)]
+
+
+def _names_of(path: Path, with_functions: bool) -> Iterator[str]:
     if path.suffix == ".proto":
         yield from re.findall(r"\w+", re.sub(r"//.*", "", path.read_text()))
         return
     functions: set[ast.AST] = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         match node:
             case ast.AnnAssign(target=target, annotation=kind) if is_function(kind):
                 functions.add(target)
@@ -41,7 +48,7 @@ def names_of(path: Path, *, with_functions: bool = True) -> Iterator[str]:
                 functions.add(node)
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 functions.add(node)
-    for node in ast.walk(parsed(path)):
+    for node in nodes_of(path):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 pass
@@ -73,9 +80,8 @@ def misplaced(word: str, places: Sequence[str], path: Path) -> set[str]:
     forms, is_test = {word, f"{word}s"}, where.startswith("tests/")
     return {
         f"{where}: {name}"
-        for name in [*names_of(path, with_functions=False), path.stem]
-        for words in [words_of(name)]
-        if forms & set(words) and name not in places and not (is_test and len(words) == 1)
+        for name, words in [*names_of(path, with_functions=False), (path.stem, set(words_of(path.stem)))]
+        if forms & words and name not in places and not (is_test and len(words) == 1)
     }
 
 
@@ -91,10 +97,5 @@ def test_no_name_has_a_word_that_the_glossary_has_another_for() -> None:
     words = [row[0] for row in rows_of("Words that no name has")]
     assert len(words) >= 3
     forms = {form for word in words for form in (word, f"{word}s", f"{word}es", f"{word}ed", f"{word}ing")}
-    named = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in paths()
-        for name in names_of(path)
-        if forms & set(words_of(name))
-    }
+    named = {f"{path.relative_to(ROOT)}: {name}" for path in paths() for name, words in names_of(path) if forms & words}
     assert named == set()
