@@ -261,7 +261,7 @@ def test_a_click_on_a_bar_shows_its_segment(page: Page, trained: Training) -> No
     expect(page.locator("#call h3")).to_have_text(span["segment"])
 
 
-def test_an_exported_trace_opens_and_no_bars_of_a_lane_overlap(page: Page) -> None:
+def test_an_exported_trace_opens_and_no_bars_of_a_thread_overlap(page: Page) -> None:
     page.locator("#timeline").scroll_into_view_if_needed()
     expect(page.locator("#timeline-export")).to_have_attribute("href", re.compile("run="))
     with page.expect_download() as download:
@@ -269,12 +269,12 @@ def test_an_exported_trace_opens_and_no_bars_of_a_lane_overlap(page: Page) -> No
     with open(download.value.path()) as file:  # noqa: PTH123  a path of Playwright's
         trace = json.load(file)
     assert re.fullmatch(r"backhaul-[0-9a-f]+-\d+\.json", download.value.suggested_filename)
-    lanes: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert len(lanes) >= len(LANES)
-    for bars in lanes.values():
+            threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert len(threads) >= len(LANES)
+    for bars in threads.values():
         bars.sort()
         assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(bars))
 

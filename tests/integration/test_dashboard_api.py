@@ -209,12 +209,12 @@ def test_the_trace_is_a_file_with_lanes_apart(dashboard: Dashboard, training: Tr
     ends: dict[tuple[int, int], float] = {}
     bars = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert bars
-    lanes = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    threads = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["name"] == "thread_name"}
     for event in sorted(bars, key=lambda event: event["ts"]):
-        lane = (event["pid"], event["tid"])
-        assert lane in lanes
-        assert ends.get(lane, 0) <= event["ts"]
-        ends[lane] = event["ts"] + event["dur"]
+        thread = (event["pid"], event["tid"])
+        assert thread in threads
+        assert ends.get(thread, 0) <= event["ts"]
+        ends[thread] = event["ts"] + event["dur"]
     assert min(event["ts"] for event in bars) == pytest.approx((training.began_at_s + 1.2 - 1) * 1e6, abs=2)
 
 

@@ -140,10 +140,10 @@ def check(answers: Answers) -> None:
         else:
             _check_values(json.loads(text, parse_constant=_refuse))
     timeline = json.loads(texts["timeline?steps=20"])
-    lanes: dict[Any, list[Any]] = {}
+    spans_of_rows: dict[Any, list[Any]] = {}
     for span in timeline["spans"]:
-        lanes.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
-    for spans in lanes.values():
+        spans_of_rows.setdefault((span["lane"], span["worker"], span["row"]), []).append(span)
+    for spans in spans_of_rows.values():
         spans.sort(key=lambda span: (span["start_ms"], span["duration_ms"]))
         for before, after in pairwise(spans):
             assert before["start_ms"] + before["duration_ms"] <= after["start_ms"]

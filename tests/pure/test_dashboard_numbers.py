@@ -236,10 +236,10 @@ def test_a_point_of_memory_is_the_largest_of_what_it_stands_for() -> None:
 
 def test_a_row_of_the_table_is_of_its_last_calls() -> None:
     table, training = SegmentTable("r", lambda: True), Training(segments=1)
-    lanes = [0.0] * 9
+    lanes_s = [0.0] * 9
     for took_s in [9.0] * 5 + [0.002] * 9:
-        lanes[telemetry_pb2.LANE_FORWARD] = took_s
-        table.take(training.call(0, 0, retries=1, drift=took_s), lanes, NOW_S)
+        lanes_s[telemetry_pb2.LANE_FORWARD] = took_s
+        table.take(training.call(0, 0, retries=1, drift=took_s), lanes_s, NOW_S)
     (row,) = select([table], "", "segment", descending=False)
     assert (row.calls, row.retries, row.drift, row.local_ms) == (14, 14, 9.0, 2.0)
     assert select([table], "nothing like it", "segment", descending=False) == []

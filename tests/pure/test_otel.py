@@ -59,19 +59,19 @@ def step(number: int = 4, **fields: Any) -> pb.Step:
 def call(
     step: int = 4, spans: Sequence[tuple[pb.Lane.ValueType, float, float]] = LANES, **fields: Any
 ) -> pb.SegmentCall:
-    lanes = [pb.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s) for lane, began_at_s, took_s in spans]
-    return pb.SegmentCall(**{"step": step, "name": "Block", "position": 1, "spans": lanes, **fields})
+    reported = [pb.Span(lane=lane, started_at_s=began_at_s, duration_s=took_s) for lane, began_at_s, took_s in spans]
+    return pb.SegmentCall(**{"step": step, "name": "Block", "position": 1, "spans": reported, **fields})
 
 
 def test_a_step_has_its_segments_and_these_their_lanes_at_the_times_they_had(recorded: Recorded) -> None:
     recorded.export([step(loss=0.5)], [call(worker="gpu-box:50051", decision="gradients", up_bytes=7)])
     (whole,), (segment,) = recorded.spans("backhaul.step"), recorded.spans("backhaul.segment")
-    lanes = [span for span in recorded.spans() if span not in (whole, segment)]
+    parts = [span for span in recorded.spans() if span not in (whole, segment)]
 
     assert whole.parent is None
     assert segment.parent == whole.context
-    assert [lane.parent for lane in lanes] == [segment.context] * len(LANES)
-    assert [(lane.name, lane.start_time, lane.end_time) for lane in lanes] == [
+    assert [part.parent for part in parts] == [segment.context] * len(LANES)
+    assert [(part.name, part.start_time, part.end_time) for part in parts] == [
         (f"backhaul.{pb.Lane.Name(lane).removeprefix('LANE_').lower()}", round(at * 1e9), round((at + took) * 1e9))
         for lane, at, took in LANES
     ]
@@ -162,9 +162,9 @@ def test_steps_are_not_kept_for_ever(recorded: Recorded) -> None:
 
 
 def test_a_fallback_is_an_error_of_its_segment_and_says_why(recorded: Recorded) -> None:
-    lanes = [(pb.LANE_FORWARD, 100.0, 0.2), (pb.LANE_TRAINER, 101.0, 0.3)]
+    own = [(pb.LANE_FORWARD, 100.0, 0.2), (pb.LANE_TRAINER, 101.0, 0.3)]
     why = "the worker is out of reach"
-    recorded.export([step(fallbacks=1)], [call(spans=lanes, is_fallback=True, reason=why, retries=1, mismatches=2)])
+    recorded.export([step(fallbacks=1)], [call(spans=own, is_fallback=True, reason=why, retries=1, mismatches=2)])
     (whole,), (segment,) = recorded.spans("backhaul.step"), recorded.spans("backhaul.segment")
     assert whole.status.is_unset
     assert (segment.status.status_code, segment.status.description) == (trace.StatusCode.ERROR, why)

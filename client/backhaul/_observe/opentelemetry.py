@@ -126,11 +126,11 @@ class Traces:
         segment = self._tracer.start_span("backhaul.segment", parent, attributes=attributes, start_time=begin)
         _judge(segment, call, end)
         inside = trace.set_span_in_context(segment, parent)
-        for lane in _by_start(call.spans):
-            name = _LANES.get(lane.lane)
+        for reported in _by_start(call.spans):
+            name = _LANES.get(reported.lane)
             if name is not None:
-                span = self._tracer.start_span(f"backhaul.{name}", inside, start_time=_ns(lane.started_at_s))
-                span.end(_ns(lane.started_at_s + lane.duration_s))
+                span = self._tracer.start_span(f"backhaul.{name}", inside, start_time=_ns(reported.started_at_s))
+                span.end(_ns(reported.started_at_s + reported.duration_s))
         segment.end(end)
 
 

@@ -96,12 +96,12 @@ class Row:
         """The reasons in `why`, the most recent first."""
         return sorted(self.why.values(), key=lambda count: count.last_at_s, reverse=True)
 
-    def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
+    def take(self, call: telemetry_pb2.SegmentCall, lanes_s: Sequence[float], at_s: float) -> None:
         """Adds a call to the row.
 
         Args:
             call: The call as it was reported.
-            lanes: The seconds of its spans by lane.
+            lanes_s: The seconds of its spans by lane.
             at_s: When it ended, in seconds since 1970.
         """
         self.calls += 1
@@ -117,9 +117,9 @@ class Row:
             self._count_reason(self.reason, call, at_s)
         if len(self.samples) == 4 * _SAMPLES:
             del self.samples[:4]
-        remote_s = lanes[telemetry_pb2.LANE_RECOMPUTE] + lanes[telemetry_pb2.LANE_BACKWARD]
+        remote_s = lanes_s[telemetry_pb2.LANE_RECOMPUTE] + lanes_s[telemetry_pb2.LANE_BACKWARD]
         self.samples.extend(
-            (lanes[telemetry_pb2.LANE_FORWARD], remote_s, lanes[telemetry_pb2.LANE_WAIT], call.overhead_s)
+            (lanes_s[telemetry_pb2.LANE_FORWARD], remote_s, lanes_s[telemetry_pb2.LANE_WAIT], call.overhead_s)
         )
 
     def _count_reason(self, reason: str, call: telemetry_pb2.SegmentCall, at_s: float) -> None:
@@ -151,7 +151,7 @@ class SegmentTable:
     def __iter__(self) -> Iterator[Row]:
         return iter(self._rows.values())
 
-    def take(self, call: telemetry_pb2.SegmentCall, lanes: Sequence[float], at_s: float) -> None:
+    def take(self, call: telemetry_pb2.SegmentCall, lanes_s: Sequence[float], at_s: float) -> None:
         """Adds a call to its row, if the row exists or can be created. See `Row.take`."""
         row = self._rows.get((call.name, call.position))
         if row is None:
@@ -159,7 +159,7 @@ class SegmentTable:
                 return
             row = Row(self.run, intern(call.name), call.position)
             self._rows[row.name, row.position] = row
-        row.take(call, lanes, at_s)
+        row.take(call, lanes_s, at_s)
 
 
 def select(tables: Iterable[SegmentTable], text: str, sort: str, *, descending: bool, reason: str = "") -> list[Row]:

@@ -98,20 +98,20 @@ class Totals(NamedTuple):
         return cls(**reported)
 
     @classmethod
-    def of_call(cls, call: telemetry_pb2.SegmentCall, lanes: list[float]) -> Self:
-        """Returns the sums that a call adds to those of its step. `lanes` has the seconds of its spans by lane."""
+    def of_call(cls, call: telemetry_pb2.SegmentCall, lanes_s: list[float]) -> Self:
+        """Returns the sums that a call adds to those of its step. `lanes_s` has the seconds of its spans by lane."""
         is_remote = call.decision in {"gradients", "activations"}
         return cls(
             calls=1,
             retries=call.retries,
             mismatches=call.mismatches,
-            upload_s=lanes[telemetry_pb2.LANE_UPLOAD],
-            queue_s=lanes[telemetry_pb2.LANE_QUEUE],
-            recompute_s=lanes[telemetry_pb2.LANE_RECOMPUTE],
-            backward_s=lanes[telemetry_pb2.LANE_BACKWARD],
-            download_s=lanes[telemetry_pb2.LANE_DOWNLOAD],
-            exposed_queue_s=_exposed_queue_s(call) if lanes[telemetry_pb2.LANE_QUEUE] else 0.0,
-            remote_forward_s=lanes[telemetry_pb2.LANE_FORWARD] if is_remote else 0.0,
+            upload_s=lanes_s[telemetry_pb2.LANE_UPLOAD],
+            queue_s=lanes_s[telemetry_pb2.LANE_QUEUE],
+            recompute_s=lanes_s[telemetry_pb2.LANE_RECOMPUTE],
+            backward_s=lanes_s[telemetry_pb2.LANE_BACKWARD],
+            download_s=lanes_s[telemetry_pb2.LANE_DOWNLOAD],
+            exposed_queue_s=_exposed_queue_s(call) if lanes_s[telemetry_pb2.LANE_QUEUE] else 0.0,
+            remote_forward_s=lanes_s[telemetry_pb2.LANE_FORWARD] if is_remote else 0.0,
         )
 
 

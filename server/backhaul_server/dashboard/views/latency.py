@@ -69,9 +69,9 @@ def _phases(run: TrainerRun, shift_s: float, of_steps: TimeRange) -> Phases:
         if report.step is not None and of_steps.since_s <= report.step.started_at_s + shift_s <= of_steps.until_s
     ]
 
-    lanes = {
+    columns = {
         f"{name}_ms": [round(1e3 * lanes_s[lane], 3) for _, _, lanes_s in steps]
         for lane, name in LANES.items()
         if f"{name}_ms" in Phases.model_fields
     }
-    return Phases(run=run.id, step=[number for number, _, _ in steps], at_s=[at_s for _, at_s, _ in steps], **lanes)
+    return Phases(run=run.id, step=[number for number, _, _ in steps], at_s=[at_s for _, at_s, _ in steps], **columns)

@@ -1,4 +1,4 @@
-"""The last steps of a run as lanes of bars."""
+"""The last steps of a run as bars in lanes."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -217,10 +217,10 @@ def _why_empty(runs: Sequence[TrainerRun], *, has_steps: bool, is_ever: bool) ->
 
 def by_lane(bars: Sequence[Bar]) -> dict[tuple[Lane, str], list[Bar]]:
     """Groups bars by lane and worker, in the order of their starts."""
-    lanes: dict[tuple[Lane, str], list[Bar]] = defaultdict(list)
+    grouped: dict[tuple[Lane, str], list[Bar]] = defaultdict(list)
     for bar in bars:
-        lanes[bar.lane, bar.worker].append(bar)
-    return lanes
+        grouped[bar.lane, bar.worker].append(bar)
+    return grouped
 
 
 def _spans(steps: Steps, begin_s: float, place_of: Mapping[int, int]) -> list[Span]:

@@ -23,7 +23,7 @@ def base_of(at_s: float) -> int:
 
 
 def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
-    """Returns a trace in which the trainer and each worker are processes, and lanes are threads.
+    """Returns a trace in which the trainer and each worker are processes, and the rows of a lane are threads.
 
     Args:
         steps: The steps and bars to show.

@@ -4,7 +4,7 @@ import { bind, onChange, state } from "./address.js";
 import { hideCall, showCall } from "./call.js";
 import { byId, element, setIcon, setText, speak } from "./dom.js";
 import { bytes, count, milliseconds, NONE, offset, percent } from "./format.js";
-import { describe, Lanes } from "./lanes.js";
+import { describe, TimelineChart } from "./timeline_chart.js";
 import { ask, pathTo, Poll } from "./poll.js";
 import { fixedRange, onRange } from "./range.js";
 import { chosenRuns, nameOf, nameWithRank, onScope, runOf } from "./scope.js";
@@ -28,7 +28,7 @@ const SHARES = [
   { title: "Speed", cell: (share) => (share.speed === null ? NONE : share.speed.toFixed(2)), hint: "Relative to the trainer" },
 ];
 
-const lanes = new Lanes(byId("timeline-chart"), titleOf, () => pause(true));
+const chart = new TimelineChart(byId("timeline-chart"), titleOf, () => pause(true));
 const keys = element("div", { class: "hint", id: "timeline-workers" });
 let poll = null;
 let isPaused = false;
@@ -48,19 +48,19 @@ function pause(paused) {
 
 /** Shows the call of a bar in the panel, and pauses the timeline. */
 function pick(bar) {
-  lanes.pick(bar);
+  chart.pick(bar);
   if (bar === null) {
     hideCall();
     return;
   }
   pause(true);
-  showCall(lanes.timeline, bar, () => {
+  showCall(chart.timeline, bar, () => {
     pick(null);
-    lanes.plot.focus();
+    chart.plot.focus();
   });
 }
 
-/** Returns the line above the lanes of one of several runs: its rank, and how well its clock is aligned. */
+/** Returns the line above the rows of one of several runs: its rank, and how well its clock is aligned. */
 function titleOf(run) {
   const rank = runOf(run.run)?.world_size > 1 ? `rank ${run.rank}` : nameOf(run.run);
   const clock = run.error_ms === null ? "clock not aligned" : `times good to ± ${milliseconds(run.error_ms)}`;
@@ -72,17 +72,17 @@ function showSteps(timeline) {
   steps.update(timeline.steps);
   showKeys(timeline);
   const texts = timeline.steps.map((step) => STEPS.slice(1).map((column) => `${column.title.toLowerCase()} ${column.cell(step)}`).join(", "));
-  lanes.describe(`Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`, timeline.why_empty);
+  chart.describe(`Timeline. ${texts.join("; ")}. Arrow keys move between bars, Enter shows the segment of a bar, plus and minus zoom.`, timeline.why_empty);
 }
 
 /** Names the workers of the timeline, with the offset of their clocks and the bound of its error. */
 function showKeys(timeline) {
   const clockOf = (worker) => timeline.workers.find((one) => one.worker === worker);
-  const entries = lanes.workers.map((worker, i) => {
+  const entries = chart.workers.map((worker, i) => {
     const clock = clockOf(worker);
     const isKnown = clock !== undefined && clock.clock_offset_ms !== null;
     const text = isKnown ? `clock ${offset(clock.clock_offset_ms, clock.clock_error_ms)}` : "clock offset unknown";
-    return element("li", {}, ...(lanes.namesWorkers ? [element("b", {}, `w${i + 1} `)] : []), `${worker}, ${text}`);
+    return element("li", {}, ...(chart.namesWorkers ? [element("b", {}, `w${i + 1} `)] : []), `${worker}, ${text}`);
   });
   const errors = timeline.workers.map((one) => one.clock_error_ms).filter((error) => error !== null);
   const bound = errors.length > 0 ? `, which is known to ± ${milliseconds(Math.max(...errors))} or better` : "";
@@ -112,18 +112,18 @@ function showBlock(timeline) {
 }
 
 function show(timeline) {
-  lanes.show(timeline);
+  chart.show(timeline);
   showBlock(timeline);
   hideCall();
   byId("steps").closest(".side").hidden = timeline.steps.length === 0;
-  lanes.caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
+  chart.caption = timeline.runs.length > 1 ? `Steps of ${count(timeline.runs.length)} ranks of ${nameOf(timeline.run)}` : timeline.run ? `Steps of run ${nameWithRank(timeline.run)}` : "Steps of trainer and workers";
   showSteps(timeline);
   byId("timeline-export").hidden = timeline.spans.length === 0;
   byId("timeline-export").href = pathTo("api/v1/timeline/trace", { run: timeline.run, steps: state("steps") });
 }
 
 function showRefusal(sentence) {
-  lanes.describe("", `This run has no timeline: ${sentence}.`);
+  chart.describe("", `This run has no timeline: ${sentence}.`);
   byId("timeline-export").hidden = true;
   keys.replaceChildren();
   delete keys.dataset.shown;
@@ -138,7 +138,7 @@ async function refresh(signal) {
   const asked = { newest, atMs: performance.now() };
   const [since, until] = fixedRange() ?? [];
   const timeline = await ask("api/v1/timeline", { runs: chosenRuns(), steps: state("steps"), since_s: since, until_s: until }, signal);
-  if (isPaused || lanes.hovered !== null) return;
+  if (isPaused || chart.hovered !== null) return;
   show(timeline);
   shown = asked;
 }
@@ -149,11 +149,11 @@ export function noteSteps(runs) {
 }
 
 function zoom(factor) {
-  if (lanes.timeline !== null) lanes.zoom(factor);
+  if (chart.timeline !== null) chart.zoom(factor);
 }
 
 function fit() {
-  if (lanes.timeline !== null) lanes.fit();
+  if (chart.timeline !== null) chart.fit();
 }
 
 function onKey(event) {
@@ -163,14 +163,14 @@ function onKey(event) {
     "-": () => zoom(1 / ZOOM),
     0: fit,
     Escape: () => pick(null),
-    Enter: () => pick(lanes.picked ?? lanes.neighbour("ArrowRight")),
+    Enter: () => pick(chart.picked ?? chart.neighbour("ArrowRight")),
   };
   if (event.key.startsWith("Arrow")) {
-    const bar = lanes.neighbour(event.key);
+    const bar = chart.neighbour(event.key);
     if (bar === null) return;
     event.preventDefault();
     pause(true);
-    lanes.pick(bar);
+    chart.pick(bar);
     speak(describe(bar));
     if (!byId("call").hidden) pick(bar);
   } else if (actions[event.key] && !event.ctrlKey && !event.metaKey) {
@@ -184,8 +184,8 @@ export function startTimeline() {
   steps = new Table(byId("steps"), STEPS, (step) => `${step.run} ${step.number}`);
   shares = new Table(byId("shares"), SHARES, (share) => share.worker);
   const group = () => {
-    lanes.groupByMicroBatch(state("rows") === "micro-batches");
-    if (lanes.timeline) showSteps(lanes.timeline);
+    chart.groupByMicroBatch(state("rows") === "micro-batches");
+    if (chart.timeline) showSteps(chart.timeline);
   };
   const begin = () => {
     shown.newest = null;
@@ -203,7 +203,7 @@ export function startTimeline() {
   byId("timeline-in").addEventListener("click", () => zoom(ZOOM));
   byId("timeline-out").addEventListener("click", () => zoom(1 / ZOOM));
   byId("timeline-fit").addEventListener("click", fit);
-  lanes.plot.addEventListener("keydown", onKey);
-  lanes.plot.addEventListener("click", () => pick(lanes.atPointer));
+  chart.plot.addEventListener("keydown", onKey);
+  chart.plot.addEventListener("click", () => pick(chart.atPointer));
   byId("timeline-chart").dataset.scope = "by the dashboard’s clock";
 }

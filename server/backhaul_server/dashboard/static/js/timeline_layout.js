@@ -16,8 +16,8 @@ const LOWEST_ROW_OF_MANY = 11; // of several runs, whose rows would else fill sc
 const HIGHEST_ROW = 28;
 const WANTED_HEIGHT = 400;
 const ROW_GAP = 2;
-const LANE_GAP = 7;
-const MOST_ROWS = 40; // with more, the workers of a lane share rows
+const GROUP_GAP = 7;
+const MOST_ROWS = 40; // with more, the workers of a group share rows
 
 /** Height of the line with the steps, above all rows. */
 export const HEAD = 22;
@@ -41,46 +41,49 @@ export function microBatchesOf(timeline) {
 export function layOut(timeline, byMicroBatch, titleOf) {
   const { spans, runs } = timeline;
   const workers = [...new Set(spans.map((span) => span.worker).filter(Boolean))].sort();
-  const lanes = lanesOf(timeline, byMicroBatch);
+  const groups = groupsOf(timeline, byMicroBatch);
   const parts = runs.map((run) => {
     const own = runs.length > 1 ? spans.filter((span) => span.run === run.run) : spans;
-    return { title: runs.length > 1 ? titleOf(run) : "", rows: rowsOf(own, lanes, workers) };
+    return { title: runs.length > 1 ? titleOf(run) : "", rows: rowsOf(own, groups, workers) };
   });
   const total = parts.reduce((sum, part) => sum + part.rows.length, 0);
   if (total > MOST_ROWS) for (const part of parts) part.rows = packed(part.rows);
   return { workers, ...stack(parts) };
 }
 
-/** Returns the lanes: label, function that selects bars, function that names a bar's row, and whether to show it empty. */
-function lanesOf(timeline, byMicroBatch) {
+/**
+ * Returns the groups of rows, one for each lane or micro-batch: label, function that selects bars, function that names a
+ * bar's row, and whether to show the group empty.
+ */
+function groupsOf(timeline, byMicroBatch) {
   const batches = byMicroBatch ? microBatchesOf(timeline) : [];
   if (batches.length === 0) {
     const row = (span) => `${span.worker}\n${String(span.row).padStart(4, "0")}`;
     // Recomputation on the trainer is rare and shown only where it took place.
-    return LANES.map(([lane, label]) => ({ label, has: (span) => span.lane === lane, row, isKept: lane !== "trainer" }));
+    return LANES.map(([lane, label]) => ({ label, has: (span) => span.lane === lane, row, isShownEmpty: lane !== "trainer" }));
   }
   const { calls } = timeline;
   return batches.map((batch) => ({
     label: `micro-batch ${batch}`,
     has: (span) => calls[span.call].micro_batch === batch && COMPUTING.has(span.lane),
     row: (span) => span.worker,
-    isKept: false,
+    isShownEmpty: false,
   }));
 }
 
-/** Returns one row per lane, worker and row of bars, and one empty row for each phase without bars. */
-function rowsOf(spans, lanes, workers) {
+/** Returns one row per group, worker and row of bars, and one empty row for each lane without bars. */
+function rowsOf(spans, groups, workers) {
   const rows = [];
-  for (const { label, has, row, isKept } of lanes) {
-    const groups = new Map();
+  for (const { label, has, row, isShownEmpty } of groups) {
+    const barsOfRows = new Map();
     for (const span of spans.filter(has)) {
       const key = row(span);
-      if (!groups.has(key)) groups.set(key, []);
-      groups.get(key).push(span);
+      if (!barsOfRows.has(key)) barsOfRows.set(key, []);
+      barsOfRows.get(key).push(span);
     }
-    if (groups.size === 0 && isKept) groups.set("", []);
+    if (barsOfRows.size === 0 && isShownEmpty) barsOfRows.set("", []);
     let isFirst = true;
-    for (const [key, bars] of [...groups].sort(([a], [b]) => (a < b ? -1 : 1))) {
+    for (const [key, bars] of [...barsOfRows].sort(([a], [b]) => (a < b ? -1 : 1))) {
       bars.sort((a, b) => a.start_ms - b.start_ms);
       rows.push({ label: isFirst ? label : "", worker: workers.indexOf(key.split("\n")[0]), y: 0, bars });
       isFirst = false;
@@ -89,14 +92,14 @@ function rowsOf(spans, lanes, workers) {
   return rows;
 }
 
-/** Returns rows in which the bars of all workers of a lane are together, as few as their times allow. */
+/** Returns rows in which the bars of all workers of a group are together, as few as their times allow. */
 function packed(rows) {
-  const lanes = [];
+  const groups = [];
   for (const row of rows) {
-    if (row.label) lanes.push({ label: row.label, bars: [] });
-    lanes.at(-1).bars.push(...row.bars);
+    if (row.label) groups.push({ label: row.label, bars: [] });
+    groups.at(-1).bars.push(...row.bars);
   }
-  return lanes.flatMap(({ label, bars }) => {
+  return groups.flatMap(({ label, bars }) => {
     const lists = [];
     for (const bar of bars.sort((a, b) => a.start_ms - b.start_ms)) {
       const free = lists.find((list) => list.at(-1).start_ms + list.at(-1).duration_ms <= bar.start_ms);
@@ -111,7 +114,7 @@ function packed(rows) {
 function stack(parts) {
   const isOfMany = parts.length > 1;
   const rows = parts.flatMap((part) => part.rows);
-  const gap = isOfMany ? 0 : LANE_GAP - ROW_GAP;
+  const gap = isOfMany ? 0 : GROUP_GAP - ROW_GAP;
   const room = WANTED_HEIGHT - HEAD - rows.filter((row) => row.label).length * gap;
   const lowest = isOfMany ? LOWEST_ROW_OF_MANY : LOWEST_ROW;
   const rowHeight = Math.round(Math.min(HIGHEST_ROW, Math.max(lowest, room / Math.max(1, rows.length) - ROW_GAP)));
@@ -128,5 +131,5 @@ function stack(parts) {
       y += rowHeight + ROW_GAP;
     });
   }
-  return { rows, heads, rowHeight, height: y + LANE_GAP };
+  return { rows, heads, rowHeight, height: y + GROUP_GAP };
 }

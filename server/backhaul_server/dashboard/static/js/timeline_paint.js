@@ -1,7 +1,7 @@
-// Draws the lanes of the timeline on a canvas.
+// Draws the bars of the timeline on a canvas.
 
 import { colour, LANE_COLOURS } from "./colour.js";
-import { HEAD, RUN_HEAD } from "./lanes_layout.js";
+import { HEAD, RUN_HEAD } from "./timeline_layout.js";
 
 /** Width of the labels on the left of the bars, in pixels. */
 export const GUTTER = 106;
@@ -9,25 +9,25 @@ export const GUTTER = 106;
 const ROUND_PIXELS = 6;
 const HIDDEN_PIXELS = 0.5;
 
-/** Draws what of the lanes is visible now, given the place of the bars. */
-export function paintLanes(context, lanes, area) {
+/** Draws what of the chart is visible now, given the place of the bars. */
+export function paintTimeline(context, chart, area) {
   context.textBaseline = "middle";
   context.textAlign = "left";
-  drawLabels(context, lanes);
-  drawHeads(context, lanes);
+  drawLabels(context, chart);
+  drawHeads(context, chart);
   context.beginPath();
   context.rect(area.left, 0, area.width, area.height);
   context.clip();
   context.translate(area.left, 0);
-  drawSteps(context, lanes, area);
-  drawBars(context, lanes, area);
+  drawSteps(context, chart, area);
+  drawBars(context, chart, area);
 }
 
-function drawSteps(context, lanes, { width, height }) {
-  const x = (ms) => lanes.uplot.valToPos(ms, "x");
+function drawSteps(context, chart, { width, height }) {
+  const x = (ms) => chart.uplot.valToPos(ms, "x");
   context.font = "11.5px Inter, system-ui, sans-serif";
-  const isOfMany = lanes.layout.heads.length > 0;
-  const ofFirst = lanes.timeline.steps.filter((step) => !isOfMany || step.run === lanes.timeline.runs[0].run);
+  const isOfMany = chart.layout.heads.length > 0;
+  const ofFirst = chart.timeline.steps.filter((step) => !isOfMany || step.run === chart.timeline.runs[0].run);
   ofFirst.forEach((step, i) => {
     const from = Math.max(0, x(step.start_ms));
     const to = Math.min(width, x(step.start_ms + step.duration_ms));
@@ -44,21 +44,21 @@ function drawSteps(context, lanes, { width, height }) {
   });
 }
 
-function drawHeads(context, lanes) {
+function drawHeads(context, chart) {
   context.font = "600 12px Inter, system-ui, sans-serif";
   context.fillStyle = colour("ink");
-  for (const head of lanes.layout.heads) {
+  for (const head of chart.layout.heads) {
     context.fillText(head.title, 0, head.y + RUN_HEAD / 2 + 1);
   }
 }
 
-function drawLabels(context, lanes) {
-  for (const row of lanes.layout.rows) {
-    const y = row.y + lanes.layout.rowHeight / 2;
-    context.font = `${Math.min(12, lanes.layout.rowHeight)}px Inter, system-ui, sans-serif`;
+function drawLabels(context, chart) {
+  for (const row of chart.layout.rows) {
+    const y = row.y + chart.layout.rowHeight / 2;
+    context.font = `${Math.min(12, chart.layout.rowHeight)}px Inter, system-ui, sans-serif`;
     context.fillStyle = colour("ink");
     context.fillText(row.label, 0, y);
-    if (lanes.namesWorkers && row.worker >= 0) {
+    if (chart.namesWorkers && row.worker >= 0) {
       context.fillStyle = colour("faint");
       context.textAlign = "right";
       context.fillText(`w${row.worker + 1}`, GUTTER - 8, y);
@@ -67,14 +67,14 @@ function drawLabels(context, lanes) {
   }
 }
 
-function drawBars(context, lanes, area) {
-  const { start, end } = lanes.view;
+function drawBars(context, chart, area) {
+  const { start, end } = chart.view;
   const perMs = area.width / (end - start);
-  const call = (lanes.hovered ?? lanes.picked)?.call ?? null;
+  const call = (chart.hovered ?? chart.picked)?.call ?? null;
   context.font = "11px Inter, system-ui, sans-serif";
-  for (const row of lanes.layout.rows) {
+  for (const row of chart.layout.rows) {
     context.fillStyle = colour("grid");
-    context.fillRect(0, row.y + lanes.layout.rowHeight + 1, area.width, 1);
+    context.fillRect(0, row.y + chart.layout.rowHeight + 1, area.width, 1);
     let drawnTo = -1;
     for (const bar of row.bars) {
       const x = (bar.start_ms - start) * perMs;
@@ -86,17 +86,17 @@ function drawBars(context, lanes, area) {
       context.globalAlpha = call === null || isMeant ? 1 : 0.28;
       context.fillStyle = colour(LANE_COLOURS[bar.lane]);
       if (width < ROUND_PIXELS) {
-        context.fillRect(x, row.y, width, lanes.layout.rowHeight);
+        context.fillRect(x, row.y, width, chart.layout.rowHeight);
       } else {
         context.beginPath();
-        context.roundRect(x, row.y, width, lanes.layout.rowHeight, 3);
+        context.roundRect(x, row.y, width, chart.layout.rowHeight, 3);
         context.fill();
-        drawName(context, bar, row, lanes.layout.rowHeight, Math.max(x, 0), x + width);
+        drawName(context, bar, row, chart.layout.rowHeight, Math.max(x, 0), x + width);
       }
-      if (bar === lanes.picked) {
+      if (bar === chart.picked) {
         context.strokeStyle = colour("ink");
         context.lineWidth = 2;
-        context.strokeRect(x, row.y, width, lanes.layout.rowHeight);
+        context.strokeRect(x, row.y, width, chart.layout.rowHeight);
       }
     }
     context.globalAlpha = 1;

@@ -1,8 +1,8 @@
-// The lanes of the timeline: which part of it is visible, and which bar is at a position or next to another.
+// The chart of the timeline: which part of it is visible, and which bar is at a position or next to another.
 
 import { milliseconds } from "./format.js";
-import { layOut, microBatchesOf } from "./lanes_layout.js";
-import { GUTTER, paintLanes } from "./lanes_paint.js";
+import { layOut, microBatchesOf } from "./timeline_layout.js";
+import { GUTTER, paintTimeline } from "./timeline_paint.js";
 import { overTime } from "./link.js";
 import { Plot, TIME_AXIS } from "./plot.js";
 import { hideTip, showTip } from "./tip.js";
@@ -11,7 +11,7 @@ const SHORTEST_MS = 0.5;
 const EMPTY_HEIGHT = 120;
 const AXIS = 42; // pixels below the rows
 
-export class Lanes extends Plot {
+export class TimelineChart extends Plot {
   timeline = null;
   byMicroBatch = false;
   layout = { rows: [], heads: [], workers: [], rowHeight: 0, height: EMPTY_HEIGHT };
@@ -20,8 +20,8 @@ export class Lanes extends Plot {
   hovered = null;
 
   /**
-   * @param {HTMLElement} figure receives the lanes
-   * @param {(run: object) => string} titleOf returns the line above the lanes of a run, where there are several
+   * @param {HTMLElement} figure receives the chart
+   * @param {(run: object) => string} titleOf returns the line above the rows of a run, where there are several
    * @param {() => void} onZoom called before the viewer changes what is visible
    */
   constructor(figure, titleOf, onZoom) {
@@ -84,7 +84,7 @@ export class Lanes extends Plot {
   }
 
   paint(context, area) {
-    paintLanes(context, this, area);
+    paintTimeline(context, this, area);
   }
 
   /** Shows all of the timeline. */
