@@ -8,7 +8,7 @@ import torch
 
 import backhaul
 from backhaul import BackhaulError, ProgramError, Session
-from backhaul_proto.v1 import program_pb2, segment_pb2
+from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import (
@@ -24,11 +24,10 @@ from backhaul_runtime.program.program import (
 )
 from backhaul_runtime.replay.replay import Replay, isolated
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
-from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
 from conftest import QUIET
-from faults.test_wire import Wire, batches, fetched, outgoing, refused
+from faults.test_wire import Wire, fetched, refused
 from support.processes import WorkerProcess
 
 STORED = {
@@ -183,7 +182,6 @@ def attacker(worker: WorkerProcess) -> Iterator[Wire]:
     wire = Wire(worker.address)
     yield wire
     wire.close()
-    wire.channel.close()
 
 
 @pytest.fixture(scope="module")
@@ -195,19 +193,15 @@ def victim(worker: WorkerProcess) -> Iterator[Session]:
 def attack(wire: Wire, nodes: tuple[Node, ...]) -> BackhaulError:
     """Runs a program on what is stored, and returns the error that it ends with."""
     tensors = [*STORED.values(), GIVEN]
-    wire.put(*batches(map(outgoing, tensors)))
-    request = program_pb2.PutProgramRequest(session=wire.session, program=program_of(nodes))
-    address = wire.programs.PutProgram(request, timeout=60).address
+    sources, address = wire.put(*tensors), wire.program(program_of(nodes))
     key = segment_pb2.OperationKey(segment=1, backward=1)
     states = [torch.Generator().get_state().numpy().tobytes()] * sum(node.draws for node in nodes)
-    save = segment_pb2.SaveRequest(
-        key=key, program=address, sources=list(map(address_of, tensors)), generator_states=states
-    )
+    save = segment_pb2.SaveRequest(key=key, program=address, sources=sources, generator_states=states)
     (answer,) = wire.ask(save=save)
     assert answer.save == segment_pb2.SaveResult()
     try:
         error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
-        held = fetched(wire, *map(address_of, tensors))  # by address, which is compared
+        held = fetched(wire, *sources)  # by address, which is compared
         assert len(held) == len(tensors)
         return error
     finally:

@@ -27,62 +27,45 @@ from backhaul_proto.v1 import (
 )
 from backhaul_runtime.errors import from_bytes
 from backhaul_runtime.program.codec import encode_program, encode_state
-from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import Node, Program, ResultRef, SourceRef
 from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire import tensor_batches
-from backhaul_runtime.wire.protocol import PROTOCOL_VERSION
 from backhaul_runtime.wire.splicing import TensorMessage
 from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from conftest import QUIET, QUIET_S, wait_until
 from support.bits import grad_of
+from support.hostile import Hostile, chain
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
-from support.wire import METHODS, Asked, Services, plain
+from support.wire import METHODS, Asked, plain
 
 
-class Wire:
-    """A client of a worker that sends what a trainer never would."""
+class Wire(Hostile):
+    """A client of a worker that sends what a trainer never would, and ends its session."""
 
-    def __init__(self, address: str) -> None:
-        # A fixed window: the worker cannot send an answer that the client does not read.
-        self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
-        services = Services(self.channel)
-        sessions = services.sessions
-        opened = sessions.OpenSession(session_pb2.OpenSessionRequest(protocol_version=PROTOCOL_VERSION), timeout=60)
-        self.session = opened.session
-        self.close = lambda: sessions.CloseSession(session_pb2.CloseSessionRequest(session=self.session), timeout=60)
-        self.programs, self.tensors, self.segments = services.programs, services.tensors, services.segments
+    def end_session(self) -> None:
+        self.sessions.CloseSession(session_pb2.CloseSessionRequest(session=self.session), timeout=60)
 
-    def put(self, *messages: tensor_pb2.TensorBatch, session: str | None = None) -> tensor_pb2.PutTensorsResponse:
+    def close(self) -> None:
+        self.end_session()
+        self.channel.close()
+
+    def send(self, *messages: tensor_pb2.TensorBatch, session: str | None = None) -> tensor_pb2.PutTensorsResponse:
         named = self.session if session is None else session
         return self.tensors.PutTensors(
             iter([tensor_pb2.PutTensorsRequest(session=named, tensors=message) for message in messages]), timeout=60
         )
 
-    def save(self, number: int, nodes: list[Node], saved_count: int, x: torch.Tensor) -> segment_pb2.OperationKey:
+    def saved(self, number: int, program: Program, x: torch.Tensor) -> segment_pb2.OperationKey:
         """Saves a segment with one source that requires a gradient. Returns the key of its first backward."""
-        source = Source(requires_grad=True, is_leaf=False, is_written=False)
-        last = (ResultRef(len(nodes) - 1, 0),)
-        program = encode_program(Program((source,), tuple(nodes), (ambient_state.capture(),), last, saved_count, 0))
-        request = program_pb2.PutProgramRequest(session=self.session, program=program)
-        address = self.programs.PutProgram(request, timeout=60).address
-        self.last_program = address
-        self.put(*batches([outgoing(x)]))
-        key = segment_pb2.OperationKey(segment=number, backward=1)
-        (answer,) = self.ask(save=segment_pb2.SaveRequest(key=key, program=address, sources=[address_of(x)]))
+        self.last_program = self.program(program)
+        request = segment_pb2.SaveRequest(key=self.key(number, 1), program=self.last_program, sources=self.put(x))
+        (answer,) = self.ask(save=request)
         assert answer.save == segment_pb2.SaveResult()
-        return key
-
-    def ask(self, **request: Any) -> list[segment_pb2.Answer]:
-        """The answer to one request of an exchange."""
-        return list(self.asked(**request))
-
-    def asked(self, **request: Any) -> Asked:
-        """The same, as it arrives."""
-        return Asked(self.segments, self.session, **request)
+        return request.key
 
 
 @pytest.fixture
@@ -90,7 +73,6 @@ def wire(worker: WorkerProcess) -> Iterator[Wire]:
     wire = Wire(worker.address)
     yield wire
     wire.close()
-    wire.channel.close()
 
 
 def refused(call: Callable[..., object], *args: Any, **kwargs: Any) -> backhaul.BackhaulError:
@@ -119,7 +101,7 @@ def test_a_flipped_bit_is_caught_and_nothing_of_it_is_kept(wire: Wire, worker: W
         data = bytearray(damaged.chunks[0].data)
         data[position] ^= 1 << position % 8
         damaged.chunks[0].data = bytes(data)
-        assert isinstance(refused(wire.put, damaged), TransferError)
+        assert isinstance(refused(wire.send, damaged), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
 
 
@@ -143,21 +125,21 @@ def test_a_request_without_a_checksum_is_refused_by_name(method: MethodDescripto
 
 def test_contents_under_another_address_are_refused(wire: Wire) -> None:
     (batch,) = batches([OutgoingTensor(torch.ones(4), layout_of(torch.ones(4)), bytes(16))])
-    assert isinstance(refused(wire.put, batch), TransferError)
+    assert isinstance(refused(wire.send, batch), TransferError)
 
 
 def test_a_stream_that_ends_early_leaves_nothing(wire: Wire, worker: WorkerProcess) -> None:
     before = worker.telemetry().memory.cached_bytes
     messages = list(batches([outgoing(torch.randn(1 << 20))]))
     assert len(messages) > 3
-    assert isinstance(refused(wire.put, *messages[:-1]), TransferError)
+    assert isinstance(refused(wire.send, *messages[:-1]), TransferError)
     assert worker.telemetry().memory.cached_bytes == before
 
 
 def test_a_terabyte_is_refused_when_it_is_declared(wire: Wire) -> None:
     spec = tensor_pb2.TensorSpec(dtype="uint8", shape=[1 << 40], strides=[1], device="cpu")
     declared = tensor_pb2.TensorDeclaration(address=bytes(16), spec=spec, size_bytes=1 << 40)
-    error = refused(wire.put, tensor_pb2.TensorBatch(declarations=[declared]))
+    error = refused(wire.send, tensor_pb2.TensorBatch(declarations=[declared]))
     assert isinstance(error, BudgetError)
     assert error.needed_bytes >= 1 << 40
 
@@ -168,7 +150,7 @@ def test_the_id_of_a_session_is_a_secret(session: str, wire: Wire) -> None:
     (batch,) = batches([outgoing(torch.ones(4))])
     program = program_pb2.PutProgramRequest(session=session)
     assert isinstance(refused(wire.programs.PutProgram, program, timeout=60), SessionUnknownError)
-    assert isinstance(refused(wire.put, batch, session=session), SessionUnknownError)
+    assert isinstance(refused(wire.send, batch, session=session), SessionUnknownError)
     requests: list[dict[str, Any]] = [
         {"save": segment_pb2.SaveRequest(key=key)},
         {"backward": segment_pb2.BackwardRequest(key=key)},
@@ -223,7 +205,7 @@ def test_a_request_that_is_refused_says_what_it_took_and_the_stream_goes_on(wire
 
 def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> None:
     x = torch.randn(4)
-    key = wire.save(1, [Node("aten.sin.default", (SourceRef(0),), (), 0, (16,), draws=False)], 1, torch.randn(4))
+    key = wire.saved(1, chain("aten.sin.default", 1, 16), torch.randn(4))
     program = wire.last_program
     key.segment = 2
     (unnamed,) = batches([OutgoingTensor.of(x)])
@@ -244,7 +226,7 @@ def test_a_program_that_is_none_is_refused(wire: Wire) -> None:
 
 def test_a_save_that_arrives_after_its_release_is_refused(wire: Wire) -> None:
     x = torch.randn(4)
-    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
+    key = wire.saved(1, chain("aten.tanh.default", 1, x.nbytes), x)
     save = segment_pb2.SaveRequest(key=key, program=wire.last_program, sources=[address_of(x)], after_release=6)
     wire.ask(release=segment_pb2.ReleaseRequest(keys=[key], number=7))
     assert isinstance(refused(wire.ask, save=save), SegmentUnknownError)
@@ -264,33 +246,22 @@ def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: Work
     wire = Wire(own_worker.address)
     huge = Node("aten.ones.default", ((1 << 34,),), (("dtype", torch.uint8),), 0, (16,), draws=False)
     program = encode_program(Program((), (huge,), (ambient_state.capture(),), (ResultRef(0, 0),), 0, 0))
-    address = wire.programs.PutProgram(
-        program_pb2.PutProgramRequest(session=wire.session, program=program), timeout=60
-    ).address
+    address = wire.program(program)
     key = segment_pb2.OperationKey(segment=1, backward=1)
     wire.ask(save=segment_pb2.SaveRequest(key=key, program=address))
     error = refused(wire.ask, recompute=segment_pb2.RecomputeRequest(key=key))
     assert isinstance(error, backhaul.ReplayError)
     assert own_worker.telemetry().memory.resident_bytes < 1 << 30
     wire.close()
-    wire.channel.close()
     with backhaul.connect(own_worker.address) as session:
         session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns="gradients").sum().backward()
         assert session.report().remote == 1
 
 
-def chain(op: str, length: int, size_bytes: int) -> list[Node]:
-    """A program that repeats an op of one tensor, or of the same tensor twice."""
-    first = SourceRef(0)
-    twice = op == "aten.mm.default"
-    refs = [first, *(ResultRef(index, 0) for index in range(length - 1))]
-    return [Node(op, (ref, first) if twice else (ref,), (), 0, (size_bytes,), draws=False) for ref in refs]
-
-
 @pytest.mark.slow
 def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
-    key = wire.save(1, chain("aten.tanh.default", 5, x.nbytes), 5, x)
+    key = wire.saved(1, chain("aten.tanh.default", 5, x.nbytes), x)
     answer = wire.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=range(5)))
     received = 0
     for message in answer:
@@ -306,7 +277,7 @@ def test_answers_that_are_being_read_are_finished(own_worker: WorkerProcess) -> 
 @pytest.mark.slow
 def test_an_execution_that_does_not_end_holds_nobody_up(own_worker: WorkerProcess, usual_limits: None) -> None:
     hog, x = Wire(own_worker.address), torch.zeros(1500, 1500)
-    key = hog.save(1, chain("aten.mm.default", 16, x.nbytes), 32, x)
+    key = hog.saved(1, chain("aten.mm.default", 16, x.nbytes, SourceRef(0)), x)
     hogged = hog.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=[0]))
     assert next(hogged).HasField("progress")
     with backhaul.connect(own_worker.address, settings=QUIET) as session:
@@ -325,7 +296,7 @@ def test_too_many_answers_at_once_are_refused(wire: Wire) -> None:
     x = torch.randn(1 << 20)
     answers, errors = [], []
     for number in range(20):
-        key = wire.save(number, chain("aten.tanh.default", 2, x.nbytes), 2, x)
+        key = wire.saved(number, chain("aten.tanh.default", 2, x.nbytes), x)
         answer = wire.asked(recompute=segment_pb2.RecomputeRequest(key=key, positions=[0, 1]))
         answers.append(answer)
         try:
@@ -349,22 +320,21 @@ def fetched(wire: Wire, *addresses: bytes) -> list[torch.Tensor]:
 
 def test_only_what_segments_of_the_session_name_is_fetched(wire: Wire, worker: WorkerProcess) -> None:
     other, (x, cached, others) = Wire(worker.address), torch.randn(3, 100)
-    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
-    wire.put(*batches([outgoing(cached)]))
-    other.save(1, chain("aten.tanh.default", 1, others.nbytes), 1, others)
+    key = wire.saved(1, chain("aten.tanh.default", 1, x.nbytes), x)
+    wire.send(*batches([outgoing(cached)]))
+    other.saved(1, chain("aten.tanh.default", 1, others.nbytes), others)
     addresses = [address_of(x), address_of(cached), address_of(others), bytes(16), b"", address_of(x)]
     assert [torch.equal(tensor, x) for tensor in fetched(wire, *addresses)] == [True]
     assert fetched(wire) == fetched(wire, *addresses[1:-1]) == []
     wire.ask(release=segment_pb2.ReleaseRequest(keys=[key]))
     assert fetched(wire, address_of(x)) == []
     other.close()
-    other.channel.close()
 
 
 @pytest.mark.slow
 def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_worker: WorkerProcess) -> None:
     wire, x = Wire(own_worker.address), torch.randn(4 << 20)
-    key = wire.save(1, chain("aten.tanh.default", 1, x.nbytes), 1, x)
+    key = wire.saved(1, chain("aten.tanh.default", 1, x.nbytes), x)
     request = segment_pb2.FetchSourcesRequest(addresses=[address_of(x)])
     answers = [wire.asked(fetch_sources=request) for _ in range(16)]
     receivers = [TensorReceiver() for _ in answers]
@@ -381,7 +351,6 @@ def test_what_is_being_fetched_is_held_until_then_and_counts_as_an_answer(own_wo
         answer.cancel()
     wait_until(lambda: own_worker.telemetry().memory.segment_bytes == 0, "it is let go")
     wire.close()
-    wire.channel.close()
 
 
 def test_an_answer_that_takes_longer_than_its_deadline_is_given_up() -> None:
@@ -402,9 +371,9 @@ def test_answers_come_as_they_are_ready_whatever_their_size(wire: Wire) -> None:
     def backward(number: int, x: torch.Tensor) -> segment_pb2.BackwardRequest:
         gradient = torch.ones_like(x)
         (batch, *more) = batches([outgoing(gradient)])
-        wire.put(batch, *more)
+        wire.send(batch, *more)
         return segment_pb2.BackwardRequest(
-            key=wire.save(number, chain("aten.tanh.default", 1, x.nbytes), 1, x),
+            key=wire.saved(number, chain("aten.tanh.default", 1, x.nbytes), x),
             start=segment_pb2.Start(
                 gradients=[segment_pb2.OutputGradient(output=0, tensor=address_of(gradient))],
                 ambient_state=encode_state(ambient_state.capture()),
@@ -440,7 +409,7 @@ def test_what_is_pushed_goes_to_the_last_stream_that_takes_it(wire: Wire) -> Non
 
     calls = [wire.segments.Exchange(requests(), timeout=60) for _ in range(2)]
     assert [next(call).HasField("release") for call in calls] == [True, True]
-    wire.close()
+    wire.end_session()
     ended.set()
     for call in calls:
         (refused,) = [from_bytes(answer.error) for answer in call]
@@ -464,11 +433,10 @@ def test_half_an_upload_is_not_waited_for_longer_than_a_lease() -> None:
 
 def test_nothing_is_held_once_everybody_has_left(own_worker: WorkerProcess) -> None:
     wire = Wire(own_worker.address)
-    wire.put(*batches([outgoing(torch.randn(1 << 20))]))
+    wire.send(*batches([outgoing(torch.randn(1 << 20))]))
     assert own_worker.telemetry().memory.cached_bytes > 4 << 20
     wire.close()
     wait_until(lambda: own_worker.telemetry().memory.cached_bytes == 0, "what was cached is freed")
-    wire.channel.close()
 
 
 @pytest.mark.slow

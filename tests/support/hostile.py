@@ -1,16 +1,14 @@
 """A client that holds the token and sends whatever it likes, and what to measure of its victim."""
 
-import contextlib
-import socket
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 from torch import Tensor
 
+from backhaul_lab.harness.link_proxy import LinkProxy
 from backhaul_proto.v1 import (
     program_pb2,
     segment_pb2,
@@ -147,7 +145,7 @@ def of_nodes(*nodes: Node, sources: int = 1, saved: int = 0, saved_bytes: int = 
     return Program((TAKES_GRADIENT,) * sources, nodes, (ambient_state.capture(),), outputs, saved, saved_bytes)
 
 
-class Stalled:
+class Stalled(LinkProxy):
     """A way to a worker that passes bytes both ways, until a test wants it otherwise.
 
     Attributes:
@@ -155,49 +153,24 @@ class Stalled:
         is_deaf: Nothing more is read from the worker.
     """
 
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self._target = host, int(port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
-        self.left_bytes = float("inf")
-        self.is_deaf = self._is_closed = False
-        self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+    left_bytes = float("inf")
+    is_deaf = _is_closed = False
 
     def close(self) -> None:
         self._is_closed = True
-        for opened in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                opened.shutdown(socket.SHUT_RDWR)
-            opened.close()
+        self.__exit__()
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection(self._target)
-                self._sockets += [client, server]
-                threading.Thread(target=self._up, args=(client, server), daemon=True).start()
-                threading.Thread(target=self._down, args=(server, client), daemon=True).start()
+    def _pace(self, is_up: bool) -> Callable[[int], None]:
+        return self._wait_up if is_up else self._wait_down
 
-    def _up(self, client: socket.socket, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := client.recv(64 << 10):
-                while self.left_bytes < len(data) and not self._is_closed:
-                    time.sleep(0.05)
-                self.left_bytes -= len(data)
-                server.sendall(data)
+    def _wait_up(self, size_bytes: int) -> None:
+        while self.left_bytes < size_bytes and not self._is_closed:
+            time.sleep(0.05)
+        self.left_bytes -= size_bytes
 
-    def _down(self, server: socket.socket, client: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while not self._is_closed:
-                if self.is_deaf:
-                    time.sleep(0.05)
-                elif data := server.recv(64 << 10):
-                    client.sendall(data)
-                else:
-                    return
+    def _wait_down(self, _: int) -> None:
+        while self.is_deaf and not self._is_closed:
+            time.sleep(0.05)
 
 
 class Memory:
