@@ -46,7 +46,8 @@ nightly: $(VENV)/.dev
 
 # Tests that take at most 0.25 s and start no worker process of their own. Those in tests/pure run with torch blocked.
 fast: $(VENV)/.dev
-	WITHOUT_TORCH=1 $(BIN)/python -m pytest --quiet -m 'not slow and not soak and not nightly' tests/pure
+	WITHOUT_TORCH=1 $(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile \
+		-m 'not slow and not soak and not nightly' tests/pure
 	$(BIN)/python -m pytest --quiet --numprocesses $$(nproc) --dist loadfile -m 'not slow and not soak and not nightly' \
 		tests/unit tests/contract tests/semantics
 
