@@ -78,6 +78,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     Raises:
         ValueError: An option that torch rejects, with torch's message, or an unknown value.
     """
+    # Code for torch's checkpoint may call a function whose own arguments are called `returns` or `strict`.
     given = {name: value for name, value in kwargs.items() if name in names}
     rest = {name: value for name, value in kwargs.items() if name not in names}
     use_reentrant = bool(given.get("use_reentrant"))
@@ -98,22 +99,24 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
         raise ValueError("Passing `context_fn` or `debug` is only supported when use_reentrant=False.")
     if use_reentrant and respects_hooks is not None:
         raise ValueError("Passing `respect_saved_tensors_hooks` is only supported when use_reentrant=False.")
+    # A misspelt value would silently mean another one.
     if determinism_check not in DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
     if returns not in RETURNS:
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     if durability not in DURABILITIES:
         raise ValueError(f"durability={durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
-    settings = torch.utils.checkpoint  # its two context managers set these globally
+    # torch's two context managers set these globally, for calls that somebody else wrote. None: nobody has set them.
+    settings = torch.utils.checkpoint
     if settings._checkpoint_debug_enabled is not None:
-        debug = settings._checkpoint_debug_enabled and not use_reentrant
+        debug = settings._checkpoint_debug_enabled and not use_reentrant  # the reentrant form refuses debug
     if settings._enable_checkpoint_early_stop is not None:
         early_stop = settings._enable_checkpoint_early_stop
-    if debug and has_contexts:
+    if debug and has_contexts:  # torch's own contexts for debug would take the place of the caller's
         raise ValueError("debug=True is incompatible with non-default context_fn")
     options = Options(
         returns=returns,
-        strict=config.strict if strict is None else strict,
+        strict=config.strict if strict is None else strict,  # a call may turn it off
         durability=durability,
         use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
