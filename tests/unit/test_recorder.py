@@ -20,7 +20,7 @@ from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.tensors.layout import copy_exact
+from backhaul_runtime.tensors.layout import MAX_RANK, copy_exact
 from backhaul_runtime.torch_internals import pre_dispatch
 from support.interrupts import interrupted_at
 
@@ -242,6 +242,55 @@ def test_a_source_is_copied_before_it_is_written_to_also_after_a_refusal() -> No
 
     recorder, _ = record(fn, torch.ones((), requires_grad=True))
     assert torch.equal(recorder.recording.sources[1].value, torch.ones(2 << 20))
+
+
+def test_what_is_written_after_a_refusal_is_no_source() -> None:
+    buffer = torch.ones(4)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x.exp() * torch.ones(()).as_subclass(Subclass)
+        buffer.zero_()
+        return y
+
+    recorder, _ = record(fn, torch.ones((), requires_grad=True))
+    assert len(recorder.call.memory.sources.tensors) == 1
+
+
+@pytest.mark.parametrize(
+    "unused", [torch.eye(4).to_sparse(), torch.eye(4).as_subclass(Subclass)], ids=["sparse", "subclass"]
+)
+def test_an_argument_that_no_replay_can_have_hinders_no_write_elsewhere(unused: Tensor) -> None:
+    buffer = torch.ones(4)
+    recorder, _ = record(lambda x, _: (x * buffer.mul_(2)).exp(), torch.randn(4, requires_grad=True), unused)
+    assert recorder.recording.refusal is None
+
+
+def test_a_tensor_that_the_call_has_made_may_be_written_to_whatever_its_rank() -> None:
+    def fn(x: Tensor) -> Tensor:
+        made = torch.empty((1,) * MAX_RANK + (4,))
+        return made.copy_(x).flatten().exp()
+
+    recorder, _ = record(fn, torch.randn(4, requires_grad=True))
+    assert recorder.recording.refusal is None
+
+
+def test_an_argument_whose_base_is_written_to_first() -> None:
+    """It would enter with the history of the write."""
+    base = torch.randn(3, 4, requires_grad=True) * 2
+    assert "memory that two sources share" in refusal(lambda row: (base.mul_(2), row.exp())[1], base[0])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_view_from_outside_may_be_written_to_where_autograd_does_not_follow(requires_grad: bool) -> None:
+    row = torch.randn(3, 4, requires_grad=requires_grad).mul(2)[0]
+
+    def fn(x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(not requires_grad):
+            row.mul_(2)
+        return (x * row).exp()
+
+    recorder, _ = record(fn, torch.randn(4, requires_grad=True))
+    assert recorder.recording.refusal is None
 
 
 def test_an_op_off_the_list_is_named() -> None:

@@ -19,25 +19,28 @@ def prepare_write(call: RunningCall, tensor: Tensor) -> None:
     """
     recording, memory, sources = call.recording, call.memory, call.memory.sources
     reason = unsupported_reason(tensor)
+    # Some of these have no storage to look at below. Only tensors from outside need bytes that can be copied.
     if tensor.layout is not torch.strided or (reason and tensor not in memory.interior):
         raise Refusal(f"an op writes to a {reason}")
     key = storage_key(tensor)
     # Where autograd does not see the write, backward reads what the op writes, which a replay does not compute.
     if key in memory.saved:
         memory.overwritten(tensor, memory.saved[key])
-    if recording.refusal is not None:  # NOTE [What the recorder relies on], Rule 3
+    # NOTE [What the recorder relies on], Rule 3. A copy of any other tensor would be for nothing.
+    if recording.refusal is not None:
         for index in sources.at(key):
             sources.note_write(index)
         return
     memory.interior.note_write(tensor)
-    if tensor in memory.interior:
+    if tensor in memory.interior:  # a replay makes it, so its contents need no copy
         return
-    # An argument in this memory that no op has used yet must become a source before its contents change.
+    # An argument in this memory that no op has used yet must become a source now: afterwards it has other contents, and
+    # the history of the write. One that is a source already would only be digested again.
     for argument in sources.arguments:
         plain = call.known.ref_of(argument) is None and unsupported_reason(argument) is None
         if plain and storage_key(argument) == key:
             call.known.add_source(argument)
-    if not sources.at(key):
+    if not sources.at(key):  # the write may be the first op that uses this memory
         call.known.add_source(tensor)
     indices = sources.at(key)
     # A replay gives each source memory of its own, so the write would not reach the others.
