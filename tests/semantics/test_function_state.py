@@ -16,7 +16,7 @@ from backhaul_runtime.program.program import Composite, Node, Program, ResultRef
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.torch_internals import ambient_state
 from support import function_objects, function_settings, function_state, function_values
-from support.bits import plainly, same_bits
+from support.bits import grad_of, plainly, same_bits
 from support.function_calls import WIDTH, checkpointing, trained
 from support.loopback import Loopback
 
@@ -46,6 +46,17 @@ def test_objects_that_a_context_keeps_are_compared(kind: str, remote: Loopback) 
     with pytest.raises(CheckpointError, match="Keeping"):
         y.sum().backward()
     assert x.grad is None
+
+
+@pytest.mark.parametrize("kind", [*function_state.CONSTANT, *function_state.INCOMPARABLE])
+def test_a_context_may_keep_what_is_equal_in_each_run(kind: str, remote: Loopback) -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    y = remote.checkpoint(lambda h: function_state.Holding.apply(h.sin(), kind), x, returns="gradients")
+    y.sum().backward()
+    assert torch.equal(grad_of(x), 2 * x.cos())
+    (segment,) = remote.report().segments
+    assert [kind in reason for reason in segment.kept] == [True] * (kind in function_state.INCOMPARABLE)
+    assert segment.fallbacks == 0
 
 
 @pytest.mark.parametrize(

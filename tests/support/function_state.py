@@ -6,6 +6,7 @@ import math
 import random
 import threading
 import weakref
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -65,6 +66,13 @@ class InSlots:
         return self.number
 
 
+class Named(list[float]):
+    """A list with an attribute."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+
 class Number(float):
     """A float of a class of its own."""
 
@@ -82,16 +90,55 @@ MAKERS: dict[str, Callable[[float], Any]] = {
     "partial": lambda number: functools.partial(float, number),
     "method": lambda number: InSlots(number).times,
     "range": lambda number: range(int(number * 1e9)),
+    "ordered dict": lambda number: OrderedDict(number=number),
+    "deque": lambda number: deque([number]),
+    "attribute of a list": Named,
+    "generator": lambda number: torch.Generator().manual_seed(int(number * 1e9)),
 }
 """Objects with a number inside, by what they are."""
 
 
 def _number_in(kept: Any) -> float:
-    if isinstance(kept, (set, np.ndarray)):
+    if isinstance(kept, OrderedDict):
+        kept = kept["number"]
+    if isinstance(kept, torch.Generator):
+        kept = kept.get_state().double().sum()
+    if isinstance(kept, (set, np.ndarray, deque)):
         return float(next(iter(kept)))
-    if isinstance(kept, (InSlots, range)):
-        return kept.number if isinstance(kept, InSlots) else len(kept) / 1e9
+    if isinstance(kept, (InSlots, Named)):
+        return kept.number
+    if isinstance(kept, range):
+        return len(kept) / 1e9
     return float(kept()) if callable(kept) else float(kept)
+
+
+CONSTANT: dict[str, Callable[[], Any]] = {
+    "ellipsis": lambda: ...,
+    "not implemented": lambda: NotImplemented,
+    "set with None": lambda: {None, 1},
+    "function of a module": lambda: math.sqrt,
+    "generator with a seed": lambda: torch.Generator().manual_seed(1),
+}
+"""Objects that are equal in each run, by what they are."""
+
+INCOMPARABLE: dict[str, Callable[[], Any]] = {
+    "an array of objects": lambda: np.array([InSlots(1.0)]),
+    "a set of objects": lambda: {InSlots(1.0)},
+}
+"""Objects whose contents have no bytes or no order, by the words for them."""
+
+
+class Holding(torch.autograd.Function):
+    """Keeps an object that a test chooses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str) -> Tensor:
+        ctx.kept = (CONSTANT | INCOMPARABLE)[kind]()
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2, None
 
 
 TOTAL = torch.zeros((), device="cpu")

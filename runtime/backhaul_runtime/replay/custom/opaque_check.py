@@ -179,18 +179,18 @@ class OpaqueCheck:
         self._mapping({name: getattr(value, name) for name in attribute_names(value)})
 
     def _contents_of_builtin(self, value: Any) -> bool:  # noqa: PLR0912  one branch per kind of object
-        """Adds the contents of an object of one of Python's or NumPy's classes, or returns False."""
+        """Adds the contents of an object of one of Python's or NumPy's classes, or returns False.
+
+        Each kind is here because its attributes don't show its contents: they would show none, or an address.
+        """
         is_exact = False  # an object of a subclass may have attributes, too
         match value:
             case FunctionType():
                 self._function(value)
             case MethodType() | BuiltinFunctionType():
-                owner = value.__self__
-                self._sequence([value.__name__, *([] if isinstance(owner, ModuleType) else [owner])])
+                self._sequence([value.__name__, value.__self__])
                 self._visit(getattr(value, "__func__", None))
                 is_exact = True
-            case partial():
-                self._sequence([value.func, value.args, value.keywords])
             case np.ndarray() | np.generic():
                 if value.dtype.hasobject:  # its bytes are addresses
                     raise Refusal("a custom function keeps an array of objects, which can't be compared")
