@@ -196,6 +196,23 @@ async def test_the_sources_of_a_prediction_are_not_derived(worker: Worker) -> No
     assert save(2, is_predicted=False) == (False, [])
 
 
+@pytest.mark.parametrize("is_predicted", [False, True])
+@in_worker()
+async def test_a_later_save_does_not_replace_what_may_run(worker: Worker, *, is_predicted: bool) -> None:
+    session = worker.open_session("trainer")
+    segment = await saved(worker, session)
+    program, other = segment.addresses[0], put(worker, session, torch.zeros(4))
+
+    def save(number: int, *, is_predicted: bool) -> tuple[bool, list[bytes]]:
+        return worker.saver.save(session, number, program, [other], [], [], "", False, is_predicted=is_predicted)
+
+    assert save(1, is_predicted=is_predicted) == (False, [])
+    assert worker.segment(session, 1) is segment
+    for _ in range(2):
+        save(2, is_predicted=True)
+    assert not session.segments[2].is_confirmed
+
+
 @in_worker()
 async def test_a_save_reports_missing_program_and_tensors(worker: Worker) -> None:
     session = worker.open_session("trainer")

@@ -192,6 +192,7 @@ class PendingGradients:
         present = [pending.leaf.grad for pending in hooked]
         before = list(map(_Before, hooked))
         plain = {id(pending.leaf): pending for pending in all_pending if pending not in hooked}
+        # A hook may write to its own gradient. Others in the same buffer get a new version then, but no new contents.
         shared = {storage_key(gradient) for gradient in present if gradient is not None and _has_memory(gradient)}
 
         def states() -> list[object]:
@@ -215,7 +216,7 @@ class PendingGradients:
                         pending.leaf.grad.copy_(pending.total)
                     pending.total = None  # its memory is that of the copy in `before`
             self._deliver_plain(plain, reductions)
-        except BaseException:
+        except BaseException:  # Ctrl-C as well: a block that is run again would add some gradients twice
             for one in before:
                 one.restore()
             raise

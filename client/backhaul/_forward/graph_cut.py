@@ -60,7 +60,7 @@ def find_graph_uses(
     call = recorder.call
     if reason := why_not_cut(recorder, outputs):
         raise Refusal(reason)
-    if not call.recording.saved:
+    if not call.recording.saved:  # a replay would spare no memory, but cost time
         raise Refusal("autograd saves nothing in it")
     targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
     taking, casts = list(call.memory.sources.tensors), list[int]()
@@ -75,11 +75,11 @@ def find_graph_uses(
                 taking.append(cast)
                 casts.append(source)
     uses = find_uses(outputs, targets, call.known.first_sequence, len(taking), call.known.function_nodes)
-    if any(output.grad_fn is None for output in outputs):
+    if any(output.grad_fn is None for output in outputs):  # a leaf, whose gradient belongs into its own .grad
         raise Refusal("it returns a tensor whose requires_grad it turned on")
-    if not any(uses[: len(taking)]):
+    if not any(uses[: len(taking)]):  # the outputs of a graft without inputs would take none
         raise Refusal("no gradient leaves it through what it returns")
-    if call.memory.sources.rewrites_autograd():
+    if call.memory.sources.rewrites_autograd():  # a source then leads into the inside, which a graft removes
         raise Refusal("it changes what tensors from outside depend on")
     # A later write to one of them changes the history of the other, and the grafted output has lost that relation.
     if _shares_storage(recorder, outputs, tensors):

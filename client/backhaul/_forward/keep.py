@@ -212,7 +212,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     """Does what `keep` says, and lets unexpected errors pass."""
     call, recorder, returned = ended.call, ended.recorder, ended.returned
 
-    def is_output(tensor: Tensor) -> bool:
+    def is_output(tensor: Tensor) -> bool:  # what only passes through keeps the history that it has
         return tensor.requires_grad and not recorder.call.known.passes_through(tensor)
 
     is_referenced = has_other_references(returned, is_output)  # first, while no other variable refers to an output
@@ -245,7 +245,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         predecessors = [
             (index, *before)
             for index, edge in enumerate(edges)
-            if edge is not None and (before := origin_of(edge)) is not None
+            if edge is not None and (before := origin_of(edge)) is not None  # only a segment's output has an origin
         ]
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:  # else the program may be only the part before a refusal

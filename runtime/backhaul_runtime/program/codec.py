@@ -294,6 +294,8 @@ class _Reader:
     def argument(self, argument: program_pb2.Argument, depth: int = 0) -> Any:
         kind = argument.WhichOneof("value")
         value = getattr(argument, kind) if kind else None
+        # What no case returns is refused at the end, because a client may send any kind and name, and lists inside of
+        # lists until the stack ends. Names are looked up, so none of them reaches torch as a text.
         match kind:
             case "boolean" | "integer" | "real" | "text":
                 return value

@@ -99,6 +99,7 @@ class FootprintMeter:
             if _outlives_replay(storage):
                 backward.add(0 if storage.is_output else storage.saved_by or 0, end, size)
             # Its gradient exists from its last use, which backward reaches first, until the node that made it.
+            # That of an output without a use belongs to the request.
             if storage.requires_grad and (storage.uses or not storage.is_output):
                 backward.add(storage.made_by, storage.last_use, size)
                 # Each use but the last makes a contribution of its own beside the sum.

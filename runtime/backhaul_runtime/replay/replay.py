@@ -141,6 +141,7 @@ class Replay:
         watched: Collection[int] = (),
         known: KnownDigests | None = None,
     ) -> None:
+        # A client sends all three, and what follows pairs them.
         if len(sources) != len(program.sources) or len(generator_states) != program.draws:
             raise ProgramError(
                 f"a program of {len(program.sources)} sources and {program.draws} draws was replayed with "
@@ -169,6 +170,7 @@ class Replay:
             if not source.is_written
         }
         meter = FootprintMeter(self._sources) if is_measured else None
+        # The digest of one that is written to belongs to its copy, which is another one in each replay.
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
         self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_projections else None, meter)
@@ -337,11 +339,12 @@ class Replay:
                 unread_projections(read) if read and self._packing.wants_projections else []
             )
         try:
+            # Stored memory is lent to several replays: a write would change the numbers of another one.
             self._check_lent(op, args, kwargs)
             if not self._is_own:  # the arguments of a client's program may crash the process
                 unsafe_arguments.check_values(node.op, op, args, kwargs)
             return self._results(op, node, args, kwargs)
-        except ProgramError:
+        except ProgramError:  # says that the program is wrong, not that its replay failed
             raise
         except Exception as error:  # an op may raise any type of error
             raise ReplayError(f"{node.op} failed on replay: {error}", op=node.op) from error
@@ -475,6 +478,7 @@ class Replay:
             for number, use in enumerate(of_source):
                 by_node.setdefault(use.node, []).append((use.input_index, (source, number)))
         handles = [node.register_hook(_collector(places, collected)) for node, places in by_node.items()]
+        # Only the hooks collect. The inputs tell autograd how far to go, which is nowhere without a use.
         inputs = [GradientEdge(*target) for target, number in self._targets.items() if uses[number]]
         followed = zip(self._outputs, uses[len(uses) - len(self._outputs) :], strict=True)
         inputs += [get_gradient_edge(output) for output, of_source in followed if of_source]
@@ -499,12 +503,12 @@ class Replay:
             raise
         except Exception as error:  # a backward formula may raise any type of error
             if self._program.functions and self._is_own:
-                raise  # the user's code, which may raise anything, has raised it
+                raise  # an exception of the user's code, which the caller's own handlers expect as it is
             raise ReplayError(f"the backward of a replay failed: {error}") from error
         finally:
             for handle in handles:  # a graph that is kept would run them in its next backward
                 handle.remove()
-            if self._program.functions or self._program.types:
+            if self._program.functions or self._program.types:  # these may have written to what was saved
                 self._packing.forget()
         return [
             Contribution(source, collected.get((source, number)))

@@ -228,9 +228,10 @@ class Compression:
             crosses_network: Whether the worker is reached over TCP, without shared memory.
         """
         layout = outgoing.layout
-        if not self._is_used(crosses_network=crosses_network):
+        if not self._is_used(crosses_network=crosses_network):  # the copies would take memory for nothing
             self.close()
             return outgoing
+        # A copy and a comparison would cost more than they spare.
         if layout.payload_bytes < SMALLEST_BYTES or not may_differ(layout):
             return outgoing
         key = (outgoing.tensor.data_ptr(), layout)
@@ -238,13 +239,14 @@ class Compression:
         last_used = version.used if version is not None else self._upload
         self._versions[key] = entry = version or _Version(0)  # the order of the dict is that of the last use
         entry.used = self._upload
-        if len(self._versions) > MOST_NOTED:
+        if len(self._versions) > MOST_NOTED:  # tensors that were freed are never met again
             self._drop_oldest()
         if last_used == self._upload:  # it is new, or has two sources in this upload, which cannot share the copy
             return outgoing
-        if entry.resting:
+        if entry.resting:  # its last difference took longer than the whole tensor
             entry.resting -= 1
             return outgoing
+        # Without a copy of what the worker has, there is nothing to make a difference to.
         if entry.copy is None or self._paused or not entry.address or not knows(entry.address):
             self._keep(entry, outgoing, last_used)
             return outgoing

@@ -172,13 +172,14 @@ class Uploader:
             is_soon = True
             try:
                 item = self._queue.get(timeout=pause_s if releases else None)
-            except queue.Empty:
+            except queue.Empty:  # no further release has come to share a request, or a repetition is due
                 is_soon = False
             try:
-                if isinstance(item, DeathNotice):
+                if isinstance(item, DeathNotice):  # NOTE [Endings]
                     item = self._endings.take(item)
                 if isinstance(item, _Release):
                     releases.append(item)
+                # Releases in a row share a request. A segment that follows them may need the room that they free.
                 if releases and (not isinstance(item, _Release) or len(releases) >= MOST_GATHERED):
                     pause_s = REPEAT_S  # also after an error
                     releases = self._release(releases)

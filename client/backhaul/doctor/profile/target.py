@@ -188,6 +188,7 @@ def _scalar(name: str, output: Any) -> Tensor:
 
 
 def _kinds(target: Target, names: str) -> tuple[type[nn.Module], ...]:
+    # The model itself would be a single segment, which spares no memory.
     modules = [module for module in target.model.modules() if module is not target.model]
     if wanted := {name.strip() for name in names.split(",") if name.strip()}:
         kinds = dict.fromkeys(type(module) for module in modules if type(module).__name__ in wanted)
@@ -201,6 +202,7 @@ def _kinds(target: Target, names: str) -> tuple[type[nn.Module], ...]:
     most = 0
     for module in (target.model, *modules):
         children = list(module.children())
+        # The list of the model's layers is the one with most parameters: others hold heads or parts of layers.
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(children) > 1:
             # The class of which all others are subclasses, if one is.
             kind = next(

@@ -370,7 +370,7 @@ class _Walk:
         code = function.__code__
         self.functions.append((function, code, function.__defaults__, function.__kwdefaults__))
         self.lines.append(place_of(code))
-        if not self.lines[-1]:
+        if not self.lines[-1]:  # without a place nothing tells it from other code
             self.obstacle = why_no_place(code)
         self._value("defaults", function.__defaults__)
         self._value("keyword defaults", function.__kwdefaults__)
@@ -383,7 +383,7 @@ class _Walk:
                 inside = getattr(value, inner, None)
                 if isinstance(inside, FunctionType):
                     self.function(inside)
-        if is_foreign(function.__module__):
+        if is_foreign(function.__module__):  # what it reads is of Python or torch, whose versions are compared
             return
         self._sizes.append((vars(function), len(vars(function))))
         for name in vars(function):
@@ -391,12 +391,13 @@ class _Walk:
         texts = {text for text in texts_in(code) if text.isidentifier()}  # `getattr` and `globals()` take those
         names = sorted({*names_in(code), *texts})
         self.names.update(names, texts_in(code))
+        # A name that the module lacks is read too, because somebody may set it. A text without a global is only a text.
         for name in names:
             if name not in texts or name in function.__globals__:
                 self._read(function.__globals__, name)
                 self._attributes_of_module(function.__globals__.get(name), names)
         package = str(function.__globals__.get("__package__") or "")
-        for module in sorted(imported_modules(code, package)):
+        for module in sorted(imported_modules(code, package)):  # Rule 5
             if not is_foreign(module) and module in sys.modules:
                 self._attributes_of_module(sys.modules[module], names)
 

@@ -94,10 +94,11 @@ class _ValueTexts:
 
     def of(self, value: Any) -> str | None:
         self._count += 1
-        if self._count > MAX_ITEMS:
+        if self._count > MAX_ITEMS:  # each call of the function would take the time to read all of them
             raise ValueError(f"more than {MAX_ITEMS} values")
         if isinstance(value, (ContextVar, threading.local)):
             raise ValueError("another thread may see another value")
+        # Objects of a subclass have attributes, and their own repr may be the same for two values.
         if isinstance(value, CONSTANTS) and type(value).__module__ in {"builtins", "torch"}:
             return f"{type(value).__name__} {value!r}"
         if isinstance(value, (np.ndarray, np.generic)):
@@ -106,15 +107,16 @@ class _ValueTexts:
             return repr(value)
         if isinstance(value, CODE):
             return f"at {id(value)}" if self._marks_code else None
-        if id(value) in self._around:
+        if id(value) in self._around:  # it holds itself
             return None
         self._around.append(id(value))
         texts = [(self.of(key), self.of(item)) for key, item in parts_of(value)]
         self._around.pop()
-        if isinstance(value, (set, frozenset)):
+        if isinstance(value, (set, frozenset)):  # whose order differs between processes
             texts.sort(key=str)
         known = [f"{key}: {item}" for key, item in texts if item is not None]
         number = next((kind.__repr__(value) for kind in _NUMBERS if isinstance(value, kind)), "")
+        # What is empty may be a cache. Only tuples and frozen sets stay as empty as they are.
         is_empty = not known and not number and not (isinstance(value, (tuple, frozenset)) and not value)
         return None if is_empty else f"{type(value).__name__}{number}[{', '.join(known)}]"
 

@@ -159,6 +159,7 @@ class SegmentSaver:
         session.segments[segment_id] = segment
         session.named_sources += len(addresses)
         session.most_segments = max(session.most_segments, len(session.segments))
+        # Such a replay would draw from the wrong states again, which only the end of its call corrects.
         is_expected = not is_predicted or program_address not in session.unpredictable
         self._engine.add(segment, need, added, is_expected=is_expected)
         return False, []

@@ -626,6 +626,7 @@ class Store(Generic[T]):
 
     def _make_room(self, size_bytes: int, *, only_cached: bool = False) -> bool:
         """Whether this many bytes are free, after evictions by Rule 3, or of cached tensors only."""
+        # The order is that of Rule 3. A cached tensor is not worth the work that a replay or a result has taken.
         free = self._free_bytes
         if free() >= size_bytes:
             return True
