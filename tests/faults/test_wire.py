@@ -26,8 +26,8 @@ from backhaul_proto.v1 import (
     tensor_pb2,
 )
 from backhaul_runtime.errors import from_bytes
-from backhaul_runtime.program.codec import encode_program, encode_state
-from backhaul_runtime.program.program import Node, Program, ResultRef, SourceRef
+from backhaul_runtime.program.codec import encode_state
+from backhaul_runtime.program.program import Node, Program, SourceRef
 from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
@@ -37,7 +37,7 @@ from backhaul_runtime.wire.tensor_batches import OutgoingTensor
 from backhaul_runtime.wire.tensor_receiver import TensorReceiver
 from conftest import QUIET, QUIET_S, wait_until
 from support.bits import grad_of
-from support.hostile import Hostile, chain
+from support.hostile import Hostile, chain, of_nodes
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
 from support.wire import METHODS, Asked, plain
@@ -245,7 +245,7 @@ def test_released_and_unknown_segments_look_alike(wire: Wire) -> None:
 def test_a_program_that_takes_far_more_than_it_says_fails_alone(own_worker: WorkerProcess) -> None:
     wire = Wire(own_worker.address)
     huge = Node("aten.ones.default", ((1 << 34,),), (("dtype", torch.uint8),), 0, (16,), draws=False)
-    program = encode_program(Program((), (huge,), (ambient_state.capture(),), (ResultRef(0, 0),), 0, 0))
+    program = of_nodes(huge, sources=0)
     address = wire.program(program)
     key = segment_pb2.OperationKey(segment=1, backward=1)
     wire.ask(save=segment_pb2.SaveRequest(key=key, program=address))

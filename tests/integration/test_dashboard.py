@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from torch import nn
 
 from backhaul import Session
 from backhaul_runtime.version import version
 from conftest import settle, wait_until
+from integration.test_telemetry import train
 from support import nursery
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
@@ -27,19 +27,6 @@ def dashboard(worker: WorkerProcess) -> Iterator[Dashboard]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return nursery.run("dashboard", *arguments)
-
-
-def train(session: Session, steps: int) -> None:
-    blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
-    optimizer = torch.optim.SGD([parameter for block in blocks for parameter in block.parameters()], lr=1e-3)
-    for _ in range(steps):
-        x = torch.randn(32, 64, requires_grad=True)
-        for block in blocks:
-            x = session.checkpoint(block, x, returns="gradients")
-        loss = x.square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @pytest.mark.slow
@@ -61,7 +48,7 @@ def test_asked_for_no_more_than_the_head_it_answers_as_if_asked_for_all(dashboar
 
 @pytest.mark.slow
 def test_numbers_follow_a_training(dashboard: Dashboard, session: Session, worker: WorkerProcess) -> None:
-    train(session, 5)
+    train(session, 5, returns="gradients")
     assert session.telemetry is not None
     name = session.telemetry._run.id
 

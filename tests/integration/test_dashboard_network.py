@@ -7,7 +7,7 @@ import torch
 
 import backhaul
 from conftest import QUIET, wait_until
-from integration.test_dashboard import train
+from integration.test_telemetry import train
 from support.dashboards import Dashboard
 from support.processes import WorkerProcess
 
@@ -26,7 +26,7 @@ def test_a_training_is_shown_with_its_name_links_load_and_verdict(worker: Worker
             worker.address, run="lora-32k", settings=backhaul.Settings(tags=("a", "b"), notes="two\nlines")
         ) as session,
     ):
-        train(session, 8)
+        train(session, 8, returns="gradients")
         wait_until(lambda: summary(dashboard, session.run).get("steps") == 8, "the steps are told")
         run = summary(dashboard, session.run)
         assert (run["name"], run["tags"], run["notes"]) == ("lora-32k", ["a", "b"], "two\nlines")
@@ -77,7 +77,7 @@ def test_the_loss_of_a_worker_is_told_in_plain_words(equal_speeds: None) -> None
     with WorkerProcess() as one, WorkerProcess() as other, Dashboard(one.address, other.address) as dashboard:
         workers = f"{one.address},{other.address}"
         with backhaul.connect(workers, run="lossy", settings=QUIET) as session:
-            train(session, 2)
+            train(session, 2, returns="gradients")
             wait_until(lambda: summary(dashboard, session.run).get("steps") == 2, "the steps are told")
             x = torch.randn(32, 64, requires_grad=True)
             for _ in range(8):  # so that both workers have segments

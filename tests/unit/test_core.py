@@ -13,7 +13,7 @@ import torch
 
 from backhaul import BudgetError, DrainingError, LimitError, ProgramError, SegmentUnknownError, SessionUnknownError
 from backhaul_runtime.program.codec import encode_program
-from backhaul_runtime.program.program import NODE_BYTES, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import NODE_BYTES, Node, SourceRef
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import ambient_state
@@ -22,6 +22,7 @@ from backhaul_server.worker.engine.segment import Segment, SessionState
 from backhaul_server.worker.engine.segment_machine import Key
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.limits import Limit
+from support.hostile import of_nodes
 
 FIRST = Key("backward", 1)
 START = executions.BackwardInputs(((0, address_of(torch.ones(4))),), ambient_state.capture())
@@ -58,16 +59,7 @@ def in_worker(*, budget_bytes: int = 1 << 20, lease_s: float = 30.0) -> Callable
 def squaring() -> bytes:
     """Encodes a program that returns x * x, with a gradient for x."""
     x = SourceRef(0)
-    return encode_program(
-        Program(
-            sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
-            nodes=(Node("aten.mul.Tensor", (x, x), (), 0, (16,), draws=False),),
-            ambient_states=(ambient_state.capture(),),
-            outputs=(ResultRef(0, 0),),
-            saved_count=2,
-            saved_bytes=0,
-        )
-    )
+    return encode_program(of_nodes(Node("aten.mul.Tensor", (x, x), (), 0, (16,), draws=False), saved=2))
 
 
 def put(worker: Worker, session: SessionState, tensor: torch.Tensor) -> bytes:

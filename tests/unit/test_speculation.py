@@ -11,7 +11,7 @@ import torch
 from backhaul import SegmentUnknownError
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.program.codec import encode_program
-from backhaul_runtime.program.program import Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import Node, ResultRef, SourceRef
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.wire.splicing import SPLICED_BYTES
@@ -24,6 +24,7 @@ from backhaul_server.worker.engine.segment_machine import (
 from backhaul_server.worker.engine.store import ENTRY_BYTES
 from backhaul_server.worker.engine.worker import Worker
 from backhaul_server.worker.rpc.segment_answers import joined
+from support.hostile import of_nodes
 from unit.test_core import in_worker, put, squaring
 
 FIRST = Key("backward", 1)
@@ -278,16 +279,7 @@ def drawing() -> bytes:
     x = SourceRef(0)
     draw = Node("aten.rand_like.default", (x,), (), 0, (16,), draws=True)
     product = Node("aten.mul.Tensor", (x, ResultRef(1, 0)), (), 0, (16,), draws=False)
-    return encode_program(
-        Program(
-            sources=(Source(requires_grad=True, is_leaf=False, is_written=False),),
-            nodes=(draw, draw, product),
-            ambient_states=(ambient_state.capture(),),
-            outputs=(ResultRef(2, 0),),
-            saved_count=1,
-            saved_bytes=0,
-        )
-    )
+    return encode_program(of_nodes(draw, draw, product, saved=1))
 
 
 def states() -> list[bytes]:
