@@ -23,6 +23,30 @@ class Squares(nn.Module):
         return x.square().sum()
 
 
+class SavesItsOutput(nn.Module):
+    """What comes first takes the most in backward, when the output still lives."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x, x, x]).sin().view(4, *x.shape).sum(0).exp()
+
+
+class ReturnsItsInput(nn.Module):
+    """Uses of an output have gradients beside that of the request."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x.sin()
+        return y, y.cos() * y.exp() * y
+
+
+class WithoutGradients(nn.Module):
+    """Most of it takes no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mask = torch.cat([x, x, x, x]).cos().view(4, *x.shape).sum(0)
+        return (x * mask).sin()
+
+
 MODELS: list[Callable[[], nn.Module]] = [
     lambda: Block(64, 0.1),
     lambda: nn.TransformerEncoderLayer(64, 2, 256, batch_first=True),
@@ -30,6 +54,9 @@ MODELS: list[Callable[[], nn.Module]] = [
     lambda: nn.Sequential(nn.Linear(64, 128), nn.GLU(), nn.Softmax(-1), nn.Tanh()),
     Slices,
     Squares,
+    SavesItsOutput,
+    ReturnsItsInput,
+    WithoutGradients,
 ]
 
 

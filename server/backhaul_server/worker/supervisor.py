@@ -135,15 +135,17 @@ class Supervisor:
             code = self._run_worker(is_ready)
             if self._asked.is_set() and code == -signal.SIGTERM:  # the worker had not installed its handler yet
                 return 128 + self._asked_by
-            if self._is_sent_away and not self._asked.is_set():
+            if self._is_sent_away and not self._asked.is_set():  # Rule 6: it has not failed
                 continue
             self.trouble = _how_it_ended(code)
-            if self._asked.is_set() or code == 0 or not self.announcement:
-                return code if code >= 0 else 128 - code
+            if self._asked.is_set() or code == 0 or not self.announcement:  # Rule 3
+                return code if code >= 0 else 128 - code  # as shells report a signal
+            # A worker that can't start any more, as after an update of its packages, would be started for ever.
             failures = 0 if is_ready.is_set() else failures + 1
             if failures == _MOST_FAILURES:
                 logger.error("%d workers in a row died before they were ready: the supervisor gives up.", failures)
                 return code if code >= 0 else 128 - code
+            # Rule 3: one that dies again soon would otherwise take a whole core to start.
             is_steady = is_ready.is_set() and monotonic() - began_at_s >= STEADY_S
             short_lives = 0 if is_steady else short_lives + 1
             logger.error("The worker %s: it is restarted in %g s.", self.trouble, _delay_s(short_lives))
