@@ -89,6 +89,16 @@ def test_the_third_version_is_the_first_that_goes_as_a_difference(weight: Tensor
     assert sender.memory.used_bytes == 0
 
 
+def test_of_too_many_tensors_the_longest_unused_loses_its_copy(weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compression, "MOST_NOTED", 2)
+    sender = Sender()
+    for _ in range(2):
+        sender.step(weight)
+    assert sender.memory.used_bytes == SIZE
+    sender.send(torch.randn(COUNT), torch.randn(COUNT))
+    assert sender.memory.used_bytes == 0
+
+
 def test_what_never_changes_is_never_copied(weight: Tensor) -> None:
     sender = Sender()
     sender.send(weight)

@@ -246,15 +246,15 @@ class Compression:
         if entry.resting:  # its last difference took longer than the whole tensor
             entry.resting -= 1
             return outgoing
-        # Without a copy of what the worker has, there is nothing to make a difference to.
-        if entry.copy is None or self._paused or not entry.address or not knows(entry.address):
+        # Without a whole copy of what the worker has, there is nothing to make a difference to.
+        if self._paused or not entry.address or not knows(entry.address):
             self._keep(entry, outgoing, last_used)
             return outgoing
         if self._mode == "auto" and not self._wins(entry, outgoing):
             self._drop(entry)
             entry.ratio, entry.resting = 0.0, RESTING
             return outgoing
-        address = outgoing.address or address_of(outgoing.tensor)
+        address = outgoing.address or address_of(outgoing.tensor)  # its digest is not taken twice
         whole = OutgoingTensor(outgoing.tensor, layout, address)
         difference = TensorDifference(whole, entry, self._encoder, self._costs)
         return OutgoingTensor(outgoing.tensor, layout, address, difference=difference)
