@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from backhaul import ProgramError, ReplayError
 from backhaul_proto.v1 import program_pb2
-from backhaul_runtime.program.codec import MAX_NODES, address_of_program, decode_program, encode_program
+from backhaul_runtime.program.codec import MAX_DEPTH, MAX_NODES, address_of_program, decode_program, encode_program
 from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef, numbers_in
 from backhaul_runtime.replay.replay import Replay
 from backhaul_runtime.torch_internals import ambient_state
@@ -137,6 +137,25 @@ RAW: dict[str, bytes] = {
 def test_what_can_not_be_read_is_refused(encoded: bytes) -> None:
     with pytest.raises(ProgramError):
         decode_program(encoded, CPU)
+
+
+def in_lists(depth: int) -> program_pb2.Argument:
+    argument = program_pb2.Argument(integer=1)
+    for _ in range(depth):
+        argument = program_pb2.Argument(list=program_pb2.ArgumentList(items=[argument]))
+    return argument
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [in_lists(MAX_DEPTH + 1), program_pb2.Argument(object=program_pb2.Object(type=0))],
+    ids=["lists inside lists", "an object of no type"],
+)
+def test_an_argument_that_no_program_has_is_named(argument: program_pb2.Argument) -> None:
+    message = program_pb2.Program.FromString(encode_program(program(ADD)))
+    message.nodes[0].arguments[1].CopyFrom(argument)
+    with pytest.raises(ProgramError, match="an argument can't be decoded: (list|object)"):
+        decode_program(message.SerializeToString(deterministic=True), CPU)
 
 
 def test_programs_have_a_longest_length() -> None:

@@ -170,6 +170,7 @@ class Uploader:
         while True:
             item: _Item | DeathNotice | None = None  # nothing of the last item stays alive while this thread waits
             is_soon = True
+            # Without a release that waits for others or is due again, there is nothing to wake up for.
             try:
                 item = self._queue.get(timeout=pause_s if releases else None)
             except queue.Empty:  # no further release has come to share a request, or a repetition is due
