@@ -9,7 +9,8 @@ from typing import Any, ParamSpec
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Config, Durability, Numerics, Returns, Settings, refuse_unknown, resolve
+from backhaul._config import Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
+from backhaul._forward.graphs import GraphTarget
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.call_options import decorator, options_of
@@ -41,6 +42,7 @@ def connect(
     strict: bool | None = None,
     durability: Durability | None = None,
     numerics: Numerics | None = None,
+    graphs: GraphUse | None = None,
     device: str | None = None,
     allow: Sequence[str] | None = None,
     run: str | None = None,
@@ -70,6 +72,9 @@ def connect(
         numerics: What to do with workers that compute other bits than this trainer. "auto" uses them: they get the
             trainer's random draws, and their numbers are compared within tolerances. "exact" recomputes such segments
             on the trainer.
+        graphs: Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`.
+            "eager": also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can
+            capture whole. "off": none. See docs/compiled.md.
         device: Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment.
             Until then the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if
             that was another.
@@ -104,6 +109,7 @@ def connect(
             strict=strict,
             durability=durability,
             numerics=numerics,
+            graphs=graphs,
             device=device,
             allow=allow,
             run=run,
@@ -121,6 +127,12 @@ def current_session() -> Session:
     if _opened:
         return _opened[-1]  # it is closed, or belongs to the parent process: its segments run on the trainer
     raise SessionClosedError("there is no open session: call backhaul.connect() first")
+
+
+def present_target() -> GraphTarget | None:
+    """Returns where the graphs of `backend="backhaul"` become segments: the current session, None without one."""
+    session = next((session for session in reversed(_opened) if not session.closed), None)
+    return None if session is None else session.graphs.target
 
 
 def checkpoint(

@@ -34,6 +34,8 @@ Durability = Literal["lineage", "host", "none"]
 DURABILITIES: tuple[Durability, ...] = get_args(Durability)
 Boundaries = Literal["auto", "send", "derive"]
 Numerics = Literal["auto", "exact"]
+GraphUse = Literal["auto", "eager", "off"]
+GRAPHS: tuple[GraphUse, ...] = get_args(GraphUse)
 Compressed = Literal["auto", "on", "off"]
 Local = Literal["recompute", "keep"]
 LOCALS: tuple[Local, ...] = get_args(Local)
@@ -190,6 +192,11 @@ class Config(Settings):
     numerics: Numerics = setting("auto")
     """What to do with workers that compute other bits than this trainer. "auto" uses them: they get the trainer's
     random draws, and their numbers are compared within tolerances. "exact" recomputes such segments on the trainer."""
+
+    graphs: GraphUse = setting("auto")
+    """Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`. "eager":
+    also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can capture whole. "off":
+    none. See docs/compiled.md."""
 
     device: str = setting("", names_device)
     """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then

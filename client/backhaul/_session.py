@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,7 +30,7 @@ from backhaul._config import DESCRIPTIVE, LOCALS, SECRETS, Config, Local
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
-from backhaul._forward.checkpoint import run_segment
+from backhaul._forward.graphs import Graphs, keep_own_code_out
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.run_events import RunEvents
@@ -120,6 +121,9 @@ class Session:
         self._dispatcher = Dispatcher(
             config, Journal(self.run), self._workers, self.copies, lambda: self._closed, self._follow
         )
+        if "torch._dynamo" in sys.modules:  # code that is compiled may call the session
+            keep_own_code_out()
+        self.graphs = Graphs(self._dispatcher, options_of(config, {})[0])
         resolvers = parse_resolvers(config.worker) if config.worker else []
         files = [file.strip() for file in config.token_file.split(",") if file]
         token_files = one_for_each(files, len(resolvers)) if resolvers else []
@@ -188,7 +192,7 @@ class Session:
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
-        return fsdp.call(partial(run_segment, self._dispatcher, options=options), function, args, kwargs)
+        return fsdp.call(partial(self.graphs.call, options=options), function, args, kwargs)
 
     def checkpoint_sequential(
         self,

@@ -1,4 +1,4 @@
-"""docs/on-the-trainer.md lists every reason that a report can show, in the words of the code."""
+"""docs/on-the-trainer.md and docs/compiled.md list every reason that a report can show, in the words of the code."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/on-the-trainer.md"
+PAGES = ROOT / "docs/on-the-trainer.md", ROOT / "docs/compiled.md"
 
 CALLS = {
     "Refusal",
@@ -23,6 +23,8 @@ CALLS = {
     "inside",
     "Local",
     "KeepInside",
+    "_noting",
+    "_keeping",
 }
 """Functions, methods and classes whose first argument is a reason."""
 VARIABLES = {"local_reason", "inside_reason", "obstacle", "other"}
@@ -41,6 +43,11 @@ FUNCTIONS = {
     "_chain",
     "named",
     "_contexts",
+    "kind_of_call",
+    "kind_of",
+    "_note",
+    "why_not_captured",
+    "_why_not_now",
 }
 """Functions that return a reason, alone or in a tuple."""
 TABLES = {"_MEANINGS"}
@@ -121,14 +128,18 @@ def reasons() -> set[str]:
 
 
 def listed() -> set[str]:
-    """The reasons in the first columns of the page's tables."""
-    return set(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE))
+    """The reasons in the first columns of the pages' tables."""
+    return set(rows())
 
 
-def test_the_page_lists_every_reason_and_no_other() -> None:
+def rows() -> list[str]:
+    return [reason for page in PAGES for reason in re.findall(r"^\| `([^`]+)` \|", page.read_text(), re.MULTILINE)]
+
+
+def test_the_pages_list_every_reason_and_no_other() -> None:
     assert sorted(reasons() - listed()) == []
     assert sorted(listed() - reasons()) == []
 
 
 def test_no_reason_is_listed_twice() -> None:
-    assert len(re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)) == len(listed())
+    assert len(rows()) == len(listed())

@@ -1,5 +1,6 @@
 """A remote without a wire: segments are encoded, decoded and run here, on copies, as a worker would."""
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -13,10 +14,10 @@ from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
-from backhaul._config import Config
+from backhaul._config import resolve
 from backhaul._dispatch.dispatcher import Dispatcher
-from backhaul._dispatch.prediction import CallSite, PendingCall
-from backhaul._forward.checkpoint import run_segment
+from backhaul._dispatch.prediction import CallSite, EncodedProgram, PendingCall
+from backhaul._forward.graphs import Graphs
 from backhaul._observe.report import Journal, Report
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.call_options import options_of
@@ -120,6 +121,7 @@ class Loopback:
         is_lost: All segments are lost, and none is taken.
         recordings: Of the segments taken, in order.
         given: What they and their backwards were given, by address.
+        taken: The segments.
     """
 
     def __init__(self, *, records_choices: bool = False, allow: Sequence[str] = ()) -> None:
@@ -132,7 +134,9 @@ class Loopback:
         self.is_lost = False
         self.recordings: list[Recording] = []
         self.given: dict[bytes, Tensor] = {}
-        self.config = Config()
+        self.taken: list[weakref.ref[LoopbackSegment]] = []
+        self.config = resolve()
+        self.graphs = Graphs(cast(Dispatcher, self), options_of(self.config, {})[0])
 
     def changed(self) -> list[bytes]:
         """Addresses of what it was given that no longer holds what it held. Nothing that runs may change it."""
@@ -147,11 +151,14 @@ class Loopback:
     def records_choices(self, device_types: Iterable[str]) -> bool:
         return self.has_recorded_choices
 
+    def pending(self, fn: Any, arguments: list[Tensor], encoded: EncodedProgram | None = None) -> PendingCall:
+        return PendingCall(CallSite(), arguments, fn, encoded)
+
     def begin(self, call: CheckpointedCall, fn: Any, arguments: list[Tensor]) -> PendingCall:
-        return PendingCall(CallSite(), arguments, fn)
+        return self.pending(fn, arguments)
 
     def save(
-        self, segment: RecordedSegment, pending: PendingCall, forward: Duration
+        self, segment: RecordedSegment, pending: PendingCall, forward: Duration | None
     ) -> tuple[LoopbackSegment, Program]:
         recording = segment.call.recording
         if self.is_lost:
@@ -163,7 +170,8 @@ class Loopback:
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
         inputs = SegmentInputs(program, values, list(recording.generator_states), self.has_recorded_choices)
-        return LoopbackSegment(inputs, self), segment.program
+        self.taken.append(weakref.ref(taken := LoopbackSegment(inputs, self)))
+        return taken, segment.program
 
     @property
     def session(self) -> Session:
@@ -172,7 +180,7 @@ class Loopback:
 
     def checkpoint(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         options, kwargs = options_of(self.config, kwargs)
-        return run_segment(cast(Dispatcher, self), function, args, kwargs, options)
+        return self.graphs.call(function, args, kwargs, options)
 
     def report(self) -> Report:
         return self.journal.report()

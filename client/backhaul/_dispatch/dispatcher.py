@@ -151,6 +151,18 @@ class Dispatcher:
         # Ctrl-C may have kept those of a block that has ended.
         return fixed if thread == threading.get_ident() and not fixed.has_ended else None
 
+    def pending(
+        self, fn: Callable[..., Any], arguments: list[Tensor], encoded: EncodedProgram | None = None
+    ) -> PendingCall:
+        """Returns the call that begins now, of which nothing is sent yet.
+
+        Args:
+            fn: The function that will be called.
+            arguments: The tensors among its arguments.
+            encoded: The program that it will run, if that is known.
+        """
+        return PendingCall(self._sites.of(fn, self._placement.position), arguments, fn, encoded)
+
     def begin(self, call: CheckpointedCall, fn: Callable[..., Any], arguments: list[Tensor]) -> PendingCall:
         """Sends the inputs of a call that begins now, if its program can be predicted.
 
@@ -159,7 +171,7 @@ class Dispatcher:
             fn: The function that will be called.
             arguments: The tensors among its arguments.
         """
-        pending = PendingCall(self._sites.of(fn, self._placement.position), arguments, fn)
+        pending = self.pending(fn, arguments)
         if self._is_closed() or call.local_reason or call.recording.has_recorded_choices:
             return pending
         # A prediction would send what the worker computes itself, or what it does not get.
@@ -183,13 +195,15 @@ class Dispatcher:
                 pending.refusal = refusal
         return pending
 
-    def save(self, segment: RecordedSegment, pending: PendingCall, forward: Duration) -> tuple[SavedSegment, Program]:
+    def save(
+        self, segment: RecordedSegment, pending: PendingCall, forward: Duration | None
+    ) -> tuple[SavedSegment, Program]:
         """Queues a segment for a worker. Raises Refusal if no worker takes it.
 
         Args:
-            segment: The segment as it was recorded in forward.
-            pending: What `begin` returned for the call.
-            forward: What forward took, which determines the deadline of a recomputation.
+            segment: The segment as it was recorded in forward, or as it will run.
+            pending: What `begin` or `pending` returned for the call.
+            forward: What forward took, which determines the deadline of a recomputation; None if it has yet to run.
 
         Returns:
             The remote side, and the program to keep: an earlier one if that is equal.
@@ -217,7 +231,9 @@ class Dispatcher:
         _check_suitable(segment, worker.connection.name, worker_session, mismatch)
         # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
-        known, superseded = site.learn(segment.program, recording, tensors, pending.arguments, pending.fn)
+        known, superseded = site.learn(
+            segment.program, recording, tensors, pending.arguments, pending.fn, pending.encoded
+        )
         sources = [
             self._may_be_freed(worker, worker_session, source, tensor)
             if may_be_freed(tensor) and not source.is_copy  # FSDP does not free the recorder's copies
@@ -227,7 +243,8 @@ class Dispatcher:
         save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
         save.wants_projections = bool(mismatch)
         save.superseded = superseded
-        earlier, site.forward = site.forward, forward
+        earlier = site.forward
+        site.forward = forward = earlier if forward is None else forward
         # Other kernels would derive other bits, and without copies nobody could send what the worker failed to derive.
         may_derive = site.speculation.can_derive and not mismatch and call.options.durability != "none"
         bytes_per_s, forward_s = worker.uploader.sender.bytes_per_s, known_s(forward, earlier) or 0.0

@@ -7,13 +7,25 @@ is kept, relative to the function that is called.
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 Place = tuple[str | int, ...]
 """The way from a function to a tensor: the name or number of one of its values, then names inside a module."""
+
+
+class CapturedInputs:
+    """A function that captures a list of tensors, as a captured graph does with the parameters of one layer.
+
+    Attributes:
+        inputs: The tensors, and values of other types.
+        site: Equal for functions that run the same graph on the same layer.
+    """
+
+    inputs: Sequence[Any]
+    site: Hashable
 
 
 def place_of(fn: Callable[..., Any], tensor: Tensor) -> Place | None:
@@ -62,6 +74,9 @@ def _values(fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
             yield ("default", number), value
         for name in inner.__code__.co_names:
             yield ("global", name), inner.__globals__.get(name)
+    elif isinstance(inner, CapturedInputs):
+        for number, value in enumerate(inner.inputs):
+            yield ("input", number), value
     elif not isinstance(inner, nn.Module):
         for name, value in getattr(inner, "__dict__", {}).items():
             yield ("attribute", name), value
@@ -82,6 +97,8 @@ def _value(fn: Callable[..., Any], key: Place) -> Any:
                 return inner.__closure__[which].cell_contents
             case "default":
                 return inner.__defaults__[which]
+            case "input":
+                return inner.inputs[which]
             case "global":
                 return inner.__globals__.get(which)
             case _:

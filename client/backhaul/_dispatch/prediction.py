@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from backhaul._dispatch.places import Place, at, place_of
+from backhaul._dispatch.places import CapturedInputs, Place, at, place_of
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul._worker_client.connection.worker_session import WorkerSession
@@ -49,6 +49,12 @@ class EncodedProgram:
     numbers: str
     encoded: bytes
     address: bytes
+
+    @classmethod
+    def of(cls, program: Program) -> Self:
+        """Encodes a program."""
+        encoded = encode_program(program)
+        return cls(program, numbers_in(program), encoded, address_of_program(encoded))
 
 
 Predicted = tuple[EncodedProgram, list[SourceTensor], list[bytes]]
@@ -124,6 +130,7 @@ class CallSite:
         tensors: Sequence[Tensor],
         arguments: Sequence[Tensor],
         fn: Callable[..., Any],
+        encoded: EncodedProgram | None = None,
     ) -> tuple[EncodedProgram, Callable[[], list[bytes]]]:
         """Learns from a call that has ended.
 
@@ -133,6 +140,7 @@ class CallSite:
             tensors: The caller's object behind each source.
             arguments: Tensors among the arguments.
             fn: The function that was called.
+            encoded: The encoded program; None if it is not known yet.
 
         Returns:
             The encoded program, and a function that returns the addresses of captured tensors whose contents have
@@ -141,10 +149,10 @@ class CallSite:
         with self._lock:
             positions = {id(tensor): index for index, tensor in enumerate(arguments)}
             before = last = self.last
-            numbers = numbers_in(program)
-            if last is None or last.program != program or last.numbers != numbers:
-                encoded = encode_program(program)
-                last = EncodedProgram(program, numbers, encoded, address_of_program(encoded))
+            if encoded is not None:
+                last = encoded if last is None or last.program is not program else last
+            elif last is None or last.program != program or last.numbers != numbers_in(program):
+                last = EncodedProgram.of(program)
             sources = [
                 _Source(
                     argument := positions.get(id(tensor), -1),
@@ -229,6 +237,7 @@ class PendingCall:
         site: The call site of the call.
         arguments: The tensors among its arguments.
         fn: The function that is called.
+        encoded: The program that the call runs, encoded; None if it is not known yet.
         target: The worker, worker session and segment number of what was sent before the call; None if nothing was.
         refusal: Why nothing was sent, if no worker was to get the segment.
         is_saved: Whether the sent segment was confirmed.
@@ -237,6 +246,7 @@ class PendingCall:
     site: CallSite
     arguments: list[Tensor]
     fn: Callable[..., Any]
+    encoded: EncodedProgram | None = None
     target: tuple[WorkerHandle, WorkerSession, int] | None = None
     refusal: Refusal | None = None
     is_saved: bool = False
@@ -272,7 +282,7 @@ class CallSites:
             if site is None:
                 site = self._by_module[owner] = CallSite()
             return site
-        key = getattr(fn, "__code__", type(fn)), position
+        key = fn.site if isinstance(fn, CapturedInputs) else (getattr(fn, "__code__", type(fn)), position)
         return self._others.get(key) or CallSite(key)
 
     def keep(self, site: CallSite) -> None:

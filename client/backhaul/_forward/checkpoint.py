@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from backhaul._backward.checkpointed_call import CheckpointedCall, not_remote
 from backhaul._backward.handles import HandleTable
 from backhaul._backward.local_recompute import ReplayOptions, nesting
 from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._forward.captured_graph import CallKind, GraphCall, KnownSegment
 from backhaul._forward.keep import BegunCall, EndedCall, keep
+from backhaul._forward.known_call import BegunKnownCall
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks, unpack
 from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
@@ -23,6 +25,7 @@ from backhaul._torch_api.kept_regions import outside_of_kept_regions
 from backhaul._torch_api.selective import Hooks, Selection
 from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.record.known_program import CHOICES_SENT
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
 from backhaul_runtime.torch_internals.private import (
@@ -30,28 +33,38 @@ from backhaul_runtime.torch_internals.private import (
     is_in_forward_mode,
     pytree,
     top_saved_tensor_hooks,
-    without_dynamo,
 )
 
+T = TypeVar("T")
 _Contexts = tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]
 CAPTURED = "a CUDA graph is being captured"
 """The reason for calls that run plainly, because a replay of the graph would run no code of ours."""
 
 
+Learn = Callable[[EndedCall, int], str]
+"""Learns from a recorded call, given with the bytes that autograd saved and that are not kept. Returns why a later call
+has to be recorded all the same; empty if it need not be."""
+
+
 def run_segment(
-    dispatcher: Dispatcher, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
-    """Runs `_run_segment`. Under torch.compile the graph breaks around this call."""
-    call = without_dynamo(_run_segment) if torch.compiler.is_compiling() else _run_segment
-    return call(dispatcher, fn, args, kwargs, options)
-
-
-def _run_segment(
-    dispatcher: Dispatcher, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    dispatcher: Dispatcher,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    learn: Learn | None = None,
 ) -> Any:
     """Calls fn once with the caller's own objects, and keeps what backward needs instead of activations.
 
     A call inside another one belongs to the outer segment and keeps nothing of its own.
+
+    Args:
+        dispatcher: Gives the segment to a worker.
+        fn: The function to call.
+        args: Positional arguments for the function.
+        kwargs: Keyword arguments for the function.
+        options: The options of the call.
+        learn: Called when it is decided what is kept of the call.
 
     Raises:
         NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
@@ -61,11 +74,13 @@ def _run_segment(
         warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=4)
         with torch.no_grad():
             return fn(*args, **kwargs)
-    if nesting.active or _runs_plainly():
+    if nesting.active or runs_plainly():
         return fn(*args, **kwargs)
     began = perf_counter()
     contexts = None if options.contexts is None else options.contexts()
-    begun = _begun(dispatcher, fn, (args, kwargs), options, contexts)
+    begun = _begun(
+        dispatcher, fn, options, contexts, lambda log: _begin(dispatcher, fn, (args, kwargs), options, contexts, log)
+    )
     if begun is None:
         with nullcontext() if contexts is None else contexts[0]:
             return fn(*args, **kwargs)
@@ -91,8 +106,11 @@ def _run_segment(
         _check_ended(returned, options, had_cuda)
         forward = 0.0 if stopwatch is None else recorder.recording.guarded(stopwatch.stop) or 0.0
         ended = perf_counter()
-        frame, result = keep(EndedCall(dispatcher, begun, returned, forward))
+        ended_call = EndedCall(dispatcher, begun, returned, forward)
+        frame, result = keep(ended_call)
         begun.table.unpack_by(frame.unpack)
+        if learn is not None:
+            call.log.recorded(learn(ended_call, pack.packed_bytes))
     overhead_s = perf_counter() - began - (ended - started - recorder.own_s)
     # On an accelerator the recorder delays only the host, unless the device has nothing left to do.
     function = forward - recorder.own_s if isinstance(forward, float) else forward
@@ -100,10 +118,55 @@ def _run_segment(
     return result
 
 
+def kind_of_call(dispatcher: Dispatcher, fn: GraphCall, options: Options) -> CallKind | str:
+    """Returns the kind of a call of a captured graph, or why it has to be recorded whatever is known."""
+    if not options.may_be_known:
+        return "its options need each op"
+    if _is_capturing():
+        return CAPTURED
+    if top_saved_tensor_hooks(True) is not None:
+        return "saved-tensor hooks are around it, which see what it saves"
+    try:
+        if dispatcher.records_choices(_device_types([one for one in fn.arguments if isinstance(one, Tensor)])):
+            return CHOICES_SENT
+        return fn.graph.kind_of(fn.inputs)
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        return Refusal.of(error).reason
+
+
+def run_known(dispatcher: Dispatcher, fn: GraphCall, known: KnownSegment, options: Options) -> Any:
+    """Runs a call of a known program, as `run_segment` runs others."""
+    began = perf_counter()
+    begun = _begun(dispatcher, fn, options, None, lambda log: BegunKnownCall(dispatcher, fn, known, options, log))
+    if begun is None:
+        return fn()
+    call = begun.call
+    call.log.known()
+    stopwatch, started = call.recording.guarded(Stopwatch, call.device), perf_counter()
+    nesting.active = True
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(begun.pack, unpack):
+            returned = fn()
+    finally:
+        nesting.active = False
+        begun.end()
+    forward = 0.0 if stopwatch is None else call.recording.guarded(stopwatch.stop) or 0.0
+    ended = perf_counter()
+    frame, result = begun.keep(returned, forward)
+    begun.table.unpack_by(frame.unpack)
+    overhead_s = perf_counter() - began - (ended - started)
+    call.log.forward(frame, call.recording, forward, overhead_s, known.packed_bytes)
+    return result
+
+
 def _begun(
-    dispatcher: Dispatcher, fn: Callable[..., Any], arguments_of_call: Any, options: Options, contexts: Any
-) -> BegunCall | None:
-    """Begins a call. Returns None for one that keeps its activations, also after an unexpected error.
+    dispatcher: Dispatcher,
+    fn: Callable[..., Any],
+    options: Options,
+    contexts: Any,
+    begin: Callable[[CallLog], T],
+) -> T | None:
+    """Begins a call by `begin`. Returns None for one that keeps its activations, also after an unexpected error.
 
     Raises:
         NotRemoteError: Under `strict`, if the trainer would have to recompute the segment.
@@ -115,7 +178,7 @@ def _begun(
         if contexts is None and top_saved_tensor_hooks(True) is None and dispatcher.keeps_activations(name):
             return None
         log = CallLog(dispatcher.journal.log(name), dispatcher.telemetry)
-        return _begin(dispatcher, fn, arguments_of_call, options, contexts, log)
+        return begin(log)
     except NotRemoteError:
         raise
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
@@ -137,7 +200,7 @@ def _begin(
     log: CallLog,
 ) -> BegunCall:
     """Does what `_begun` says for a call that does not keep its activations, and lets unexpected errors pass."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+    if _is_capturing():
         raise Refusal(CAPTURED)
     arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
@@ -168,6 +231,11 @@ def _begin(
     pack.begin(recorder, table)
     pending = recorder.recording.guarded(dispatcher.begin, call, fn, arguments)
     return BegunCall(call, arguments, recorder, pack, table, context, replay_options, selection, pending)
+
+
+def _is_capturing() -> bool:
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def _device_types(arguments: Sequence[Tensor]) -> set[str]:
@@ -202,7 +270,7 @@ def _check_ended(returned: list[Any], options: Options, had_cuda: bool) -> None:
         )
 
 
-def _runs_plainly() -> bool:
+def runs_plainly() -> bool:
     """Whether autograd saves nothing here, or a transform of torch.func or forward AD is in force."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True

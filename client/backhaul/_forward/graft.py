@@ -222,6 +222,7 @@ def graft(
     used: Sequence[Tensor],
     uses: Sequence[Sequence[Use]],
     stages: Sequence[BackwardStage],
+    later: int = 0,
 ) -> tuple[Tensor, ...]:
     """Returns the outputs with the segment as one autograd node behind them, or one node for each stage.
 
@@ -231,6 +232,7 @@ def graft(
         used: The sources of the segment, then its casts.
         uses: For each of these, then for each output, the places of its use, in the order of `Frame.gradients`.
         stages: The stages of the segment's backward, at least one.
+        later: Added to the sequence numbers in `uses`, if they are those of an earlier call.
     """
     assert frame.program is not None
     casts = any(map(is_autocast, frame.program.ambient_states))
@@ -242,7 +244,7 @@ def graft(
             tensors = [*used, *grafted]
             mine = [(tensors[number], use) for number, use in (all_uses[index] for index in places)]
             leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
-            handed_on = _stand_ins(mine, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
+            handed_on = _stand_ins(mine, later, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
             own = tuple([outputs[position] for position in stage.outputs])
             with torch.autograd.graph.saved_tensors_hooks(_packing(frame), _unpack):
                 made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
@@ -262,9 +264,10 @@ def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
     return made
 
 
-def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Tensor]:
+def _stand_ins(used: Sequence[tuple[Tensor, Use]], later: int, *, in_order: bool) -> list[Tensor]:
     """Returns a stand-in for each use of a tensor (Rules 2 and 3)."""
-    groups: dict[Node | None, list[tuple[int, int]]] = {}
+    groups: dict[Node | int | None, list[tuple[int, int]]] = {}
+    sequences = {use.node: use.sequence for _, use in used}
     for position, (_, use) in enumerate(used):
         groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, position))
     made: dict[int, Tensor] = {}
@@ -276,7 +279,7 @@ def _stand_ins(used: Sequence[tuple[Tensor, Use]], *, in_order: bool) -> list[Te
         else:
             stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
         if node is not None:
-            set_sequence_number(stand_ins[0], sequence_number(node))
+            set_sequence_number(stand_ins[0], later + sequences[node])
         made |= {position: stand_in for (_, position), stand_in in zip(group, stand_ins, strict=True)}
     return [made[position] for position in range(len(used))]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+import backhaul_runtime
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import Frame, RecordedSegment, Uses
 from backhaul._backward.handles import HandleTable, awaited
@@ -103,6 +104,8 @@ class EndedCall:
     Attributes:
         call: The call, with its recording.
         handles: The handles of the call's saved tensors.
+        grafted: The uses, outputs and program of a call whose graph was replaced, and what the frame knows of the uses;
+            None for any other.
     """
 
     def __init__(self, dispatcher: Dispatcher, begun: BegunCall, returned: list[Any], forward: Duration) -> None:
@@ -111,6 +114,7 @@ class EndedCall:
         self.call = begun.call
         if begun.pack.has_kept_region:
             self.call = replace(begun.call, inside_reason="regions of it keep their activations")
+        self.grafted: tuple[GraphUses, list[Tensor], Program, Uses] | None = None
         self._begun = begun
 
     def frame(self, **decided: Any) -> Frame:
@@ -120,10 +124,15 @@ class EndedCall:
             self.call,
             self.handles,
             replay_options=replace(begun.replay_options, trace=self.recorder.trace),
-            arguments=[(weakref.ref(one), version_of(one)) for one in begun.arguments if not _is_copied(one)],
+            arguments=versions_of(begun.arguments),
             is_mutated=begun.selection is not None and begun.selection.is_mutated,
             **decided,
         )
+
+
+def versions_of(arguments: Sequence[Tensor]) -> list[tuple[weakref.ref[Tensor], int]]:
+    """Returns the arguments of a call that must not change before backward, with their versions."""
+    return [(weakref.ref(one), version_of(one)) for one in arguments if not _is_copied(one)]
 
 
 def _is_copied(argument: Tensor) -> bool:
@@ -191,19 +200,19 @@ def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
     call = ended.call
     call.check_strict(refusal.reason, refusal.cause)
     call.log.fallback(refusal.reason)
-    lineage = _lineage(ended, ended.recorder.call.builder.program())
+    lineage = lineage_of(ended.dispatcher, call, ended.recorder.call.builder.program())
     return ended.frame(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
 
 
-def _lineage(ended: EndedCall, program: Program) -> Lineage:
-    call = ended.call
+def lineage_of(dispatcher: Dispatcher, call: CheckpointedCall, program: Program) -> Lineage:
+    """Returns the lineage of a call that ends now, without recipes."""
     return Lineage(
         call.name,
-        ended.dispatcher.journal.session,
+        dispatcher.journal.session,
         _call_site(),
         program,
         call.recording,
-        ended.dispatcher.copies,
+        dispatcher.copies,
         call.options.durability,
     )
 
@@ -228,6 +237,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         made = (*graph_uses.tensors[len(call.recording.sources) :], *outputs)
         layouts = [*[source.layout for source in call.recording.sources], *map(layout_of, made)]
         uses = Uses([len(of_one) for of_one in graph_uses.uses], layouts, len(graph_uses.stages) > 1)
+        ended.grafted = graph_uses, outputs, program, uses
     else:
         # Backward asks for what autograd saved, so the program may end with the last op that saved something.
         uses = Uses()
@@ -239,24 +249,16 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         if not (program.saved_count and awaited(ended.handles)):
             return ended.frame(local_reason=_local_reason(decision)), returned[0]
         del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
-    # Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
-    predecessors = []
-    if isinstance(decision, Graft) and not uses.is_staged:
-        predecessors = [
-            (index, *before)
-            for index, edge in enumerate(edges)
-            if edge is not None and (before := origin_of(edge)) is not None  # only a segment's output has an origin
-        ]
+    predecessors = predecessors_of(edges, uses) if isinstance(decision, Graft) else []
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:  # else the program may be only the part before a refusal
         segment = RecordedSegment(call, program, sources, uses, predecessors)
-        remote, program, local_reason = _offer(ended, segment)
+        assert ended.pending is not None
+        remote, program, local_reason = offer(ended.dispatcher, segment, ended.pending, ended.forward)
     if remote is not None:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
-    lineage = _lineage(ended, program)
-    if remote is not None:  # only then may a recipe of a source stand for a copy of it
-        lineage.find_recipes(partial(_recipe, call, sources, edges))
-    mark_given(lineage, sources, edges)
+    lineage = lineage_of(ended.dispatcher, call, program)
+    note_sources(lineage, call, sources, edges, is_remote=remote is not None)
     frame = ended.frame(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
     if not isinstance(decision, Graft):
         whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
@@ -266,19 +268,67 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         value = returned[0]
     else:
         grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
-        mark_returned(lineage, grafted)
-        frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
+        note_grafted(frame, grafted, sources, predecessors)
         value = _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
     if remote is not None:  # last, because after an error the trainer recomputes from the copies that this drops
         lineage.release()
     return frame, value
 
 
-def _offer(ended: EndedCall, segment: RecordedSegment) -> tuple[RemoteSegment | None, Program, str]:
+Predecessors = Sequence[tuple[int, Frame, int]]
+
+
+def predecessors_of(edges: Sequence[GradientEdge | None], uses: Uses) -> Predecessors:
+    """Returns the segments whose outputs are sources of a segment, as in `RecordedSegment`.
+
+    Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
+    """
+    if uses.is_staged:
+        return []
+    return [
+        (index, *before)
+        for index, edge in enumerate(edges)
+        if edge is not None and (before := origin_of(edge)) is not None  # only a segment's output has an origin
+    ]
+
+
+def note_sources(
+    lineage: Lineage,
+    call: CheckpointedCall,
+    sources: Sequence[Tensor],
+    edges: Sequence[GradientEdge | None],
+    *,
+    is_remote: bool,
+) -> None:
+    """Notes where the sources of a segment come from, and marks their nodes.
+
+    Args:
+        lineage: The lineage of the segment.
+        call: The call of the segment.
+        sources: The caller's object behind each source.
+        edges: The graph edge of each source.
+        is_remote: Whether a worker has the segment: only then may a recipe of a source stand for a copy of it.
+    """
+    if is_remote:
+        lineage.find_recipes(partial(_recipe, call, sources, edges))
+    mark_given(lineage, sources, edges)
+
+
+def note_grafted(
+    frame: Frame, grafted: Sequence[Tensor], sources: Sequence[Tensor], predecessors: Predecessors
+) -> None:
+    """Notes the outputs that a graft returns, and watches the boundaries that the segment has used."""
+    assert frame.lineage is not None
+    mark_returned(frame.lineage, grafted)
+    frame.consumers.watch((source, sources[source]) for source, *_ in predecessors)
+
+
+def offer(
+    dispatcher: Dispatcher, segment: RecordedSegment, pending: PendingCall, forward: Duration | None
+) -> tuple[RemoteSegment | None, Program, str]:
     """Offers a segment to a worker. Returns its remote side, its program, and why no worker takes it, if none does."""
-    assert ended.pending is not None
     try:
-        return *ended.dispatcher.save(segment, ended.pending, ended.forward), ""
+        return *dispatcher.save(segment, pending, forward), ""
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         return None, segment.program, _not_taken(segment.call, Refusal.of(error))
 
@@ -310,7 +360,8 @@ def _call_site() -> str:
     return f"{at.f_code.co_filename}:{at.f_lineno}"
 
 
-_INTERNAL = tuple(str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[1], Path(backhaul_runtime.__file__).parent
+_INTERNAL = (*(str(folder) + os.sep for folder in _FOLDERS), "<eval_with_key>")  # the name of captured graphs
 
 
 def _replaced(value: Any, grafted: Mapping[int, Tensor]) -> Any:

@@ -135,7 +135,7 @@ class SavedTensorHooks:
                 # A tensor that is made in an inference mode has no version.
                 with torch.inference_mode(False), DisablePythonDispatcher(), DisableTorchDispatch():
                     counter.data = as_laid_out(alias, saved.layout, saved.offset)
-                handle.kept = KeptTensor(counter, version, _modified)
+                handle.kept = KeptTensor(counter, version, modified)
             elif self._selection is None:
                 handle.kept.digest = b""  # it has other contents from here on; its version is still compared
 
@@ -195,7 +195,7 @@ class SavedTensorHooks:
         # The recorder and dispatch modes around the call must not see this. Tensor subclasses must, to keep their type.
         with DisablePythonDispatcher(), DisableTorchDispatch() if is_plain else nullcontext():
             kept = None if recording.failure else recording.guarded(self._keep, index, tensor, is_statistic)
-            kept = kept or KeptTensor(tensor.detach(), version_of(tensor), _modified)
+            kept = kept or KeptTensor(tensor.detach(), version_of(tensor), modified)
             if self._hooks is not None:  # an error of theirs is the user's
                 kept.pack(*self._hooks)
         return kept
@@ -206,12 +206,12 @@ class SavedTensorHooks:
             tensor = copy_exact(tensor)
         elif unsupported_reason(tensor) is None and self.recorder.call.memory.sources.is_of_argument(tensor):
             tensor = self._copy(tensor)
-        kept = KeptTensor(tensor.detach(), version_of(tensor), _modified)
+        kept = KeptTensor(tensor.detach(), version_of(tensor), modified)
         self._expect(kept, index, tensor)
         return kept
 
 
-def _modified(tensor: Tensor, saved_version: int) -> Exception:
+def modified(tensor: Tensor, saved_version: int) -> Exception:
     """Returns the error for a kept tensor that was written to after it was saved."""
     is_plain = unsupported_reason(tensor) is None
     return SavedTensorModifiedError(

@@ -137,6 +137,17 @@ class CallLog:
             self._telemetry.waited(took)
 
     @_safe
+    def known(self) -> None:
+        """Counts a call whose program is known, see `SegmentLog`."""
+        self._log.known()
+
+    @_safe
+    def recorded(self, reason: str) -> None:
+        """Notes why the call of a captured graph was recorded; empty if a later one of its kind need not be."""
+        if reason:
+            self._log.recorded(reason)
+
+    @_safe
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
         """Counts the bytes of messages."""
         self._log.traffic(up_bytes, down_bytes)

@@ -67,6 +67,8 @@ class SegmentReport:
         drift: The largest relative difference between the numbers of a worker and of forward; 0 if all bits are equal.
         blocked: Why micro-batches of accumulation blocks waited for their backward, with counts.
         spared_bytes: Bytes that were not sent because only the differences of parameters were.
+        known: Number of calls whose program was known from an earlier call, so that they were not recorded.
+        recorded: Why calls that were compiled, or should have been, were recorded all the same, with counts.
     """
 
     name: str
@@ -82,6 +84,8 @@ class SegmentReport:
     drift: float
     blocked: dict[str, int] = field(default_factory=dict)
     spared_bytes: int = 0
+    known: int = 0
+    recorded: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +231,14 @@ class Report:
             )
             if segment.drift:
                 lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
+            if segment.known:
+                lines.append(f"  {segment.known} not recorded: their programs were known")
             for where, reasons in (
                 ("on the trainer", segment.reasons),
                 ("kept on the trainer", segment.kept),
                 ("as activations", segment.inside),
                 ("not deferred", segment.blocked),
+                ("recorded", segment.recorded),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         if self.spared_bytes:
@@ -263,6 +270,8 @@ class SegmentLog:
     _kept: Counter[str] = field(default_factory=Counter)
     _inside: Counter[str] = field(default_factory=Counter)
     _blocked: Counter[str] = field(default_factory=Counter)
+    _known: int = 0
+    _recorded: Counter[str] = field(default_factory=Counter)
     _up_bytes: int = 0
     _spared_bytes: int = 0
     _down_bytes: int = 0
@@ -343,6 +352,16 @@ class SegmentLog:
         with self._lock:
             self._blocked[reason] += 1
 
+    def known(self) -> None:
+        """Counts a call whose program was known."""
+        with self._lock:
+            self._known += 1
+
+    def recorded(self, reason: str) -> None:
+        """Notes why a call was recorded although it was compiled, or should have been."""
+        with self._lock:
+            self._recorded[reason] += 1
+
     def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes why a segment that was meant for a worker runs on the trainer."""
         with self._lock:
@@ -367,6 +386,8 @@ class SegmentLog:
                 self._drift,
                 dict(self._blocked),
                 self._spared_bytes,
+                self._known,
+                dict(self._recorded),
             )
 
 

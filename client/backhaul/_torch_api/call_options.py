@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from backhaul._config import DURABILITIES, RETURNS, Config, Durability, Returns
+from backhaul._config import DURABILITIES, GRAPHS, RETURNS, Config, Durability, GraphUse, Returns
 
 DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
 _TORCHS_OF_ANY_VERSION = frozenset(
@@ -24,7 +24,7 @@ _TORCHS_OF_ANY_VERSION = frozenset(
         "respect_saved_tensors_hooks",
     }
 )
-NAMES = _TORCHS_OF_ANY_VERSION | {"returns", "strict", "durability"}
+NAMES = _TORCHS_OF_ANY_VERSION | {"returns", "strict", "durability", "graphs"}
 """Keyword arguments that are options of `Session.checkpoint`. All others are passed to the function."""
 
 
@@ -53,6 +53,7 @@ class Options:
         debug: Note every op, for the message of a mismatch.
         early_stop: End a recomputation after the last saved tensor.
         respects_hooks: Pass what a policy keeps through the saved-tensor hooks around the call.
+        graphs: Whether calls of captured graphs are recorded once, and whether Backhaul compiles functions itself.
     """
 
     returns: Returns = "auto"
@@ -65,6 +66,13 @@ class Options:
     debug: bool = False
     early_stop: bool = True
     respects_hooks: bool = True
+    graphs: GraphUse = "auto"
+
+    @property
+    def may_be_known(self) -> bool:
+        """Whether a call may run a program that is known from an earlier one: nothing has to see each op."""
+        needs_ops = self.contexts is not None or self.debug or self.returns == "activations"
+        return self.graphs != "off" and not needs_ops and not self.use_reentrant
 
 
 def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = NAMES) -> tuple[Options, dict[str, Any]]:
@@ -91,6 +99,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     returns = given.get("returns") or config.returns
     strict = given.get("strict")
     durability = given.get("durability") or config.durability
+    graphs = given.get("graphs") or config.graphs
     has_contexts = context_fn is not noop_context_fn
     # Code that is written for torch's checkpoint relies on these errors and their messages.
     if use_reentrant and rest:
@@ -104,6 +113,8 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
     if returns not in RETURNS:
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
+    if graphs not in GRAPHS:
+        raise ValueError(f"graphs={graphs!r} is not one of {', '.join(map(repr, GRAPHS))}")
     if durability not in DURABILITIES:
         raise ValueError(f"durability={durability!r} is not one of {', '.join(map(repr, DURABILITIES))}")
     # torch's two context managers set these globally, for calls that somebody else wrote. None: nobody has set them.
@@ -125,6 +136,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
         debug=debug,
         early_stop=early_stop,
         respects_hooks=respects_hooks is not False,
+        graphs=graphs,
     )
     return options, rest
 

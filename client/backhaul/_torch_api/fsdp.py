@@ -38,8 +38,8 @@ def may_be_freed(tensor: Tensor) -> bool:
     kind = _class_of_fsdp("FSDPModule")
     return (
         kind is not None
+        and torch.distributed.is_initialized()  # first, because it is asked for every tensor of every call
         and isinstance(tensor, nn.Parameter)
-        and torch.distributed.is_initialized()
         and _has_modules(kind)
     )
 

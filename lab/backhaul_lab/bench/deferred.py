@@ -44,34 +44,42 @@ def _training(
 
 
 def measure(stage: Stage) -> list[Outcome]:
-    """Measures the figures defer_equal, defer_vs_none and defer_keep_vs_none."""
+    """Measures the figures defer_equal, defer_equal_graphs, defer_vs_none and defer_keep_vs_none."""
     session = stage.session(returns="gradients")
     keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
     kept = _training("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
-    rounds = take_turns([_training("none", None), *_pair(session), kept], stage.cores, PLAN, leads_in=False)
+    trainings, graphs = _three(stage, session)
+    rounds = take_turns([_training("none", None), *trainings, kept], stage.cores, PLAN, leads_in=False)
     note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
+        of_rounds("defer_equal_graphs", rounds, ratio_of("graphs", "torch"), on_trainer(graphs.report().fallbacks)),
         of_rounds("defer_vs_none", rounds, ratio_of("deferred", "none"), note),
         of_rounds("defer_keep_vs_none", rounds, ratio_of("kept", "none"), note),
     ]
 
 
 def measure_adapted(stage: Stage) -> list[Outcome]:
-    """Measures the figure defer_lora."""
+    """Measures the figures defer_lora and defer_lora_graphs."""
     session = stage.session(returns="gradients")
-    rounds = take_turns(_pair(session, is_adapted=True), stage.cores, PLAN, leads_in=False)
-    note = on_trainer(session.report().fallbacks)
-    return [of_rounds("defer_lora", rounds, ratio_of("deferred", "torch"), note)]
+    trainings, graphs = _three(stage, session, is_adapted=True)
+    rounds = take_turns(trainings, stage.cores, PLAN, leads_in=False)
+    return [
+        of_rounds("defer_lora", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks)),
+        of_rounds("defer_lora_graphs", rounds, ratio_of("graphs", "torch"), on_trainer(graphs.report().fallbacks)),
+    ]
 
 
 def measure_third(stage: Stage) -> list[Outcome]:
-    """Measures the figure defer_third: the helper has less than a third of the trainer's speed."""
+    """Measures defer_third and defer_third_graphs: the helper has less than a third of the trainer's speed."""
     session = stage.session(returns="gradients")
-    trainings = _pair(session, micro_batches=MANY)
+    trainings, graphs = _three(stage, session, micro_batches=MANY)
     with throttle.to(HELPERS_SHARE, stage.worker.pids, stage.trainer.number):
         rounds = take_turns(trainings, stage.cores, PLAN, leads_in=False)
-    return [of_rounds("defer_third", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks))]
+    return [
+        of_rounds("defer_third", rounds, ratio_of("deferred", "torch"), on_trainer(session.report().fallbacks)),
+        of_rounds("defer_third_graphs", rounds, ratio_of("graphs", "torch"), on_trainer(graphs.report().fallbacks)),
+    ]
 
 
 def measure_lost(stage: Stage) -> list[Outcome]:
@@ -135,3 +143,9 @@ def _pair(session: "Session", **options: Any) -> list[BlockTraining]:
         _training("torch", checkpoint_of_torch, **options),
         _training("deferred", session.checkpoint, session.accumulate, **options),
     ]
+
+
+def _three(stage: Stage, session: "Session", **options: Any) -> tuple[list[BlockTraining], "Session"]:
+    """Returns the trainings of `_pair`, and one with graphs="eager" on the same worker, with its session."""
+    graphs = stage.session(session.workers, returns="gradients", graphs="eager")
+    return [*_pair(session, **options), _training("graphs", graphs.checkpoint, graphs.accumulate, **options)], graphs

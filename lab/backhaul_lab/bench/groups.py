@@ -28,14 +28,15 @@ class Group:
 
 
 GROUPS: Mapping[str, Group] = {
-    "steps": Group("steps:measure", 150, on_cuda=True),
-    "small_frozen": Group("small:measure_frozen", 30, on_cuda=True),
-    "small": Group("small:measure_trainable", 40, on_cuda=True),
-    "deferred": Group("deferred:measure", 180, on_cuda=True),
-    "deferred_third": Group("deferred:measure_third", 220),
+    "steps": Group("steps:measure", 180, on_cuda=True),
+    "graphs": Group("graphs:measure", 40),
+    "small_frozen": Group("small:measure_frozen", 50, on_cuda=True),
+    "small": Group("small:measure_trainable", 60, on_cuda=True),
+    "deferred": Group("deferred:measure", 230, on_cuda=True),
+    "deferred_third": Group("deferred:measure_third", 300),
     "deferred_lost": Group("deferred:measure_lost", 130, on_cuda=True),
     "deferred_wire": Group("deferred:measure_wire", 50, on_cuda=True),
-    "deferred_lora": Group("deferred:measure_adapted", 100, on_cuda=True),
+    "deferred_lora": Group("deferred:measure_adapted", 150, on_cuda=True),
     "peak_flat": Group("peaks:measure_flat", 140, on_cuda=True, environment=_PEAK),
     "peaks": Group("peaks:measure_beside_others", 40, on_cuda=True, environment=_PEAK),
     "wire": Group("wire:measure", on_cuda=True),

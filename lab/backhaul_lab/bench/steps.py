@@ -26,6 +26,7 @@ def measure(stage: Stage) -> list[Outcome]:
     # Each session has a worker of its own: a shared one would already store the tensors that later sessions send.
     sessions = {
         "gradients": stage.session(returns="gradients"),
+        "graphs": stage.session(returns="gradients", graphs="eager"),
         "activations": stage.session(returns="activations"),
         "half": stage.session(returns="gradients", settings=Settings(memory_bytes=half_budget_bytes())),
     }
@@ -40,6 +41,7 @@ def measure(stage: Stage) -> list[Outcome]:
         of_rounds("step_vs_torch_gradients", rounds, ratio_of("gradients", "torch"), notes["gradients"]),
         of_rounds("step_vs_torch_activations", rounds, ratio_of("activations", "torch"), notes["activations"]),
         of_rounds("step_vs_none_gradients", rounds, ratio_of("gradients", "none"), notes["gradients"]),
+        of_rounds("step_vs_none_graphs", rounds, ratio_of("graphs", "none"), notes["graphs"]),
         of_rounds("step_half_budget", rounds, ratio_of("half", "none"), notes["half"]),
         of_rounds("exposed_recompute", _exposed(sessions["gradients"].workers, rounds), lambda taken: taken["exposed"]),
     ]

@@ -195,3 +195,8 @@ def numbers_in(program: Program) -> str:
     for node in program.nodes:
         numbers += [part for part in parts_in((node.args, node.kwargs)) if isinstance(part, (int, float, complex))]
     return repr(numbers)
+
+
+def is_same_program(first: Program, second: Program) -> bool:
+    """Whether two programs have the same encoding."""
+    return first == second and numbers_in(first) == numbers_in(second)

@@ -70,7 +70,10 @@ class OpRecorder:
         if call.recording.refusal is not None:
             return None
         call.choices.begin(op_rules, args, kwargs)
-        return self._node(op, op_rules, args, kwargs) if op_rules.leaves_traces else None
+        if not op_rules.leaves_traces:
+            call.values_given += 1
+            return None
+        return self._node(op, op_rules, args, kwargs)
 
     def _node(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         call = self._call

@@ -20,6 +20,7 @@ class ProgramBuilder:
     Attributes:
         nodes: The recorded nodes, in the order they ran.
         types: The names of the types of composite arguments, in order; the values are None.
+        saving_nodes: For each saved tensor, the number of nodes up to the one that saved it.
     """
 
     def __init__(self, recording: Recording, memory: CallMemory, states: AmbientStates) -> None:
@@ -28,7 +29,7 @@ class ProgramBuilder:
         self._recording = recording
         self._memory = memory
         self._states = states
-        self._saving_nodes = 0  # number of nodes up to the last one that saved a tensor
+        self.saving_nodes: list[int] = []
         self._recorded_saves = 0  # saved tensors of the nodes recorded so far
         self._sources_used: list[int] = []  # by each node and those before it
         self._left_out: tuple[Node, ...] = ()
@@ -51,12 +52,12 @@ class ProgramBuilder:
 
     def note_save(self) -> None:
         """Notes that autograd saves a tensor in the node that is being recorded."""
-        self._saving_nodes = len(self.nodes) + 1
+        self.saving_nodes.append(len(self.nodes) + 1)
 
     def forget_op(self) -> None:
         """Removes what was recorded of an op that raised an exception. The function may catch it and continue."""
         if self._recording.refusal is None:
-            del self._recording.saved[self._recorded_saves :]
+            del self._recording.saved[self._recorded_saves :], self.saving_nodes[self._recorded_saves :]
             self._cut_generator_states()
 
     def finish(self, outputs: tuple[Ref, ...], casts: tuple[int, ...], *, early_stop: bool) -> Program:
@@ -64,11 +65,11 @@ class ProgramBuilder:
         if self._recording.refusal is not None:
             early_stop = True
             # What only later nodes read may change before backward, as a function that is no node may write to it.
-            needed = min(self._saving_nodes, len(self._sources_used))
+            needed = min(self._last_saving, len(self._sources_used))
             self._memory.sources.cut(self._sources_used[needed - 1] if needed and self._recorded_saves else 0)
         if early_stop:
-            self._left_out = tuple(self.nodes[self._saving_nodes :])
-            del self.nodes[self._saving_nodes :]
+            self._left_out = tuple(self.nodes[self._last_saving :])
+            del self.nodes[self._last_saving :]
             self._cut_generator_states()
         return self.program(outputs, casts)
 
@@ -92,6 +93,10 @@ class ProgramBuilder:
             casts=casts,
             types=tuple(self.types),
         )
+
+    @property
+    def _last_saving(self) -> int:
+        return self.saving_nodes[-1] if self.saving_nodes else 0
 
     def _cut_generator_states(self) -> None:
         del self._recording.generator_states[sum(node.draws for node in self.nodes) :]

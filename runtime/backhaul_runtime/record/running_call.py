@@ -35,6 +35,7 @@ class RunningCall:
         choices: The draws and decisions, for workers with other hardware.
         builder: The nodes, and the programs that they make.
         known: The tensors that a program can refer to.
+        values_given: The number of ops that gave Python a value of a tensor.
     """
 
     def __init__(
@@ -54,3 +55,4 @@ class RunningCall:
         self.choices = CallChoices(self.recording, self.memory.sources, self.generators)
         self.builder = ProgramBuilder(self.recording, self.memory, self.states)
         self.known = KnownTensors(self.recording, self.memory, self.states, self.builder)
+        self.values_given = 0

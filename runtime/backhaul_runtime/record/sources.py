@@ -24,6 +24,42 @@ SMALL_BYTES = 1 << 20
 and other state may change before backward."""
 
 
+def recorded_source(
+    tensor: Tensor,
+    layout: Layout,
+    address: Digest,
+    make_copy: MakeCopy,
+    *,
+    is_argument: bool,
+    is_part: bool = False,
+) -> RecordedSource:
+    """Returns a tensor from outside as a source, with a copy if its contents may change before backward.
+
+    Args:
+        tensor: The tensor of the caller.
+        layout: The layout of the tensor.
+        address: Its address, possibly still on an accelerator.
+        make_copy: Makes a copy of the tensor.
+        is_argument: Whether the tensor was passed to the call.
+        is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change like
+            parameters do, if at all.
+    """
+    is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    is_state = not requires_grad and not isinstance(tensor, torch.nn.Parameter)
+    is_own_state = not is_argument and is_leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
+    is_copy = is_argument or not is_leaf or is_own_state
+    if not is_copy:
+        value = tensor.detach()
+    elif is_own_state and not isinstance(address, bytes):
+        # While the address is on an accelerator, `make_copy` finds copies by version. But ops may write to state
+        # without a new version, as BatchNorm does to its statistics. `make_copy` would then return an old copy.
+        value = copy_exact(tensor, layout)
+    else:
+        value = make_copy(tensor, layout, address)
+    offset = int(tensor.storage_offset())
+    return RecordedSource(layout, offset, address, value, is_copy, is_argument, requires_grad, is_leaf)
+
+
 class SourceLedger:
     """The sources that the ops of a running call have used so far, numbered in the order of first use.
 
@@ -77,27 +113,11 @@ class SourceLedger:
     def add(self, tensor: Tensor, layout: Layout, address: Digest, *, is_part: bool = False) -> int:
         """Adds a tensor from outside at its first use, before the op runs. Returns its number.
 
-        Args:
-            tensor: The caller's tensor. A copy is made if its contents may change before backward.
-            layout: The layout of the tensor.
-            address: Its address, possibly still on an accelerator.
-            is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change
-                like parameters do, if at all.
+        The arguments are those of `recorded_source`.
         """
-        is_leaf, is_argument = tensor.is_leaf, self.is_argument(tensor)
-        is_state = not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
-        is_own_state = not is_argument and is_leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
-        is_copy = is_argument or not is_leaf or is_own_state
-        if not is_copy:
-            value = tensor.detach()
-        elif is_own_state and not isinstance(address, bytes):
-            # While the address is on an accelerator, `make_copy` finds copies by version. But ops may write to state
-            # without a new version, as BatchNorm does to its statistics. `make_copy` would then return an old copy.
-            value = copy_exact(tensor, layout)
-        else:
-            value = self._make_copy(tensor, layout, address)
-        offset, edge = int(tensor.storage_offset()), None if is_leaf else get_gradient_edge(tensor)
-        source = RecordedSource(layout, offset, address, value, is_copy, is_argument, tensor.requires_grad, is_leaf)
+        edge = None if tensor.is_leaf else get_gradient_edge(tensor)
+        is_argument = self.is_argument(tensor)
+        source = recorded_source(tensor, layout, address, self._make_copy, is_argument=is_argument, is_part=is_part)
         index = self._add(tensor, edge, source)
         self._by_storage.setdefault(storage_key(tensor), []).append(index)
         return index

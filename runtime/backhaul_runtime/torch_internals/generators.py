@@ -1,7 +1,7 @@
 """Finds the generator that an op draws from, and reads the states of those outside torch."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,18 @@ def default_generator(device: torch.device) -> torch.Generator:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[index]
     raise Refusal(f"random numbers on {device.type}")
+
+
+def restoring_generators() -> Callable[[], None]:
+    """Returns a function that gives the default generators of the CPU and of CUDA devices their present states."""
+    on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    states = [(generator, generator.get_state()) for generator in (torch.default_generator, *on_cuda)]
+
+    def restore() -> None:
+        for generator, state in states:
+            generator.set_state(state)
+
+    return restore
 
 
 def states_outside_torch() -> list[Any]:

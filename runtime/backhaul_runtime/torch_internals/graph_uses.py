@@ -19,10 +19,17 @@ from backhaul_runtime.torch_internals.private import is_node_of, leaf_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """An edge into a source: `node` passes its `input_index`-th input gradient to the source."""
+    """An edge into a source: `node` passes its `input_index`-th input gradient to the source.
 
-    node: Node
+    Attributes:
+        node: The node; a number for one that is known from an earlier call, see `record.known_program`.
+        input_index: The position of the gradient among those that the node returns.
+        sequence: The node's sequence number.
+    """
+
+    node: Node | int
     input_index: int
+    sequence: int
 
 
 Target = tuple[Node, int]
@@ -64,13 +71,13 @@ def find_uses(
                 continue
             number = numbers.get((following, output_nr))
             if number is not None:
-                uses[number].append(Use(node, index))
+                uses[number].append(Use(node, index, node._sequence_nr()))
             elif following._sequence_nr() < first_sequence:
                 raise Refusal(f"its graph leads to a node that was made before the call ({name_of(following)})")
             else:
                 stack.append(following)
     for of_source in uses:
-        of_source.sort(key=lambda use: (-use.node._sequence_nr(), use.input_index))
+        of_source.sort(key=lambda use: (-use.sequence, use.input_index))
     return uses
 
 
@@ -88,7 +95,7 @@ class BackwardStage:
     """
 
     outputs: tuple[int, ...]
-    nodes: Set[Node]
+    nodes: Set[Node | int]
 
 
 def find_stages(
@@ -117,17 +124,17 @@ def find_stages(
     ends = _edges(outputs).keys() | targets.keys()
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))
-    part_of: dict[Node, int] = {}
+    part_of: dict[Node | int, int] = {}
     # Outputs that reach a common node form one stage: the node can only run once.
     for position, nodes in enumerate(reached):
         for node in nodes:
             common = stage_of[part_of.setdefault(node, position)]
             stage_of = [stage_of[position] if stage == common else stage for stage in stage_of]
     # Only what these nodes compute leaves the call.
-    for node in {use.node for used in uses for use in used}:
-        stage = stage_of[part_of[node]]
+    for using in {use.node for used in uses for use in used}:
+        stage = stage_of[part_of[using]]
         # A backward from one output would also run this node for sources that only another output may ask for.
-        if any(stage_of[position] == stage and node not in nodes for position, nodes in enumerate(reached)):
+        if any(stage_of[position] == stage and using not in nodes for position, nodes in enumerate(reached)):
             raise Refusal("its outputs share a part of its inside, but lead to different inputs or to each other")
     # A stage that contributes to an output of another one comes before it, because autograd completes the gradient of
     # an output before it enters what is behind.

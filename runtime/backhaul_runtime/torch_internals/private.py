@@ -95,6 +95,7 @@ def is_thin(cls: type) -> bool:
 
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+DisableTorchFunctionAndModes = torch._C.DisableTorchFunction
 """A context manager in which methods of tensor subclasses do not run their `__torch_function__`."""
 
 
@@ -272,6 +273,11 @@ def is_in_vmap() -> bool:
 
 
 _innermost_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+
+
+def has_hooks_of_all_modules() -> bool:
+    """Whether a hook is registered that runs for every module."""
+    return bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def is_in_forward_mode() -> bool:

@@ -1,0 +1,36 @@
+"""The backend of torch.compile that is named "backhaul", found by torch through an entry point."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from backhaul._api import present_target
+from backhaul._forward.graphs import compile_graph
+
+KERNELS = "eager"
+
+
+def backend(
+    module: fx.GraphModule, inputs: list[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Makes each call of a captured graph a segment of the current session. Without a session the graph simply runs.
+
+    Used as `torch.compile(block, backend="backhaul")`. See docs/compiled.md.
+
+    Args:
+        module: The graph as torch.compile has captured it.
+        inputs: Examples of its inputs.
+        options: `{"kernels": "eager"}`, which is also the default: the graph runs the functions that the user's code
+            calls.
+
+    Raises:
+        ValueError: An option is unknown or has another value.
+    """
+    for name, value in (options or {}).items():
+        if (name, value) != ("kernels", KERNELS):
+            raise ValueError(f'options={{{name!r}: {value!r}}}: the only option is {{"kernels": "{KERNELS}"}}')
+    return compile_graph(module, inputs, present_target)
+
+
+backend.makes_segments = True  # type: ignore[attr-defined]

@@ -1,0 +1,264 @@
+"""Graphs that torch.compile has captured, and what is known of their calls."""
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul._backward.frame import Uses
+from backhaul._dispatch.places import CapturedInputs
+from backhaul._dispatch.prediction import EncodedProgram
+from backhaul._forward.keep import EndedCall
+from backhaul._torch_api.fsdp import may_be_freed
+from backhaul_runtime.errors import Refusal, UnsupportedTensorError
+from backhaul_runtime.program.program import Program, is_same_program
+from backhaul_runtime.record.known_program import KnownProgram, known_program
+from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
+from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, sequence_number
+
+MAX_KINDS = 64
+"""The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
+
+
+class CallKind(NamedTuple):
+    """What decides which ops a graph runs, see NOTE [Known programs].
+
+    Attributes:
+        key: Equal for calls of one kind as long as `layouts` live.
+        layouts: The layout of each tensor among the inputs; None for other inputs.
+    """
+
+    key: Hashable
+    layouts: list[Layout | None]
+
+
+CHECKED_CALLS = 64
+"""One in this many calls of a kind compares the graph with its function, where Backhaul has compiled that itself."""
+
+OTHER_OPS = "the graph that torch.compile has captured runs other ops than the function"
+
+
+class OtherOpsError(Exception):
+    """A captured graph has run other ops than its function would have."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownSegment:
+    """What the calls of one kind have in common, if a graft replaced the graph of the recorded one.
+
+    Attributes:
+        known: The program, with what saves and draws in it.
+        encoded: The program as it is sent to workers.
+        kind: The kind that all of these calls have.
+        outputs: The positions of the program's outputs among what the graph returns, each at its first one.
+        returned: For each value that the graph returns, see `pattern_of`.
+        places: Where the segment's graph takes gradients. Nodes are the sequence numbers that they had in that call.
+        stages: The stages of backward, with the same numbers.
+        output_sequence: The sequence number of the node of the first output in the recorded call.
+        uses: What a frame needs to know of `places`.
+        packed_bytes: Bytes that autograd saves and that are not kept.
+    """
+
+    known: KnownProgram
+    encoded: EncodedProgram
+    kind: CallKind
+    outputs: tuple[int, ...]
+    returned: tuple[int, ...]
+    places: Sequence[Sequence[Use]]
+    stages: Sequence[BackwardStage]
+    output_sequence: int
+    uses: Uses
+    packed_bytes: int
+    _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def is_due(self) -> bool:
+        """Whether the next call has to run the function that the graph was captured from. Counts the calls."""
+        return next(self._calls) % CHECKED_CALLS == CHECKED_CALLS - 1
+
+
+class CapturedGraph:
+    """A graph that torch.compile has captured, with what is known of its calls. Threads may share it.
+
+    Args:
+        forward: Runs the graph on its inputs. It has no control flow.
+        name: The name of the module or function, for reports.
+        arguments: The positions of the inputs that were arguments of the compiled function. The others it captures.
+        numbers: How often it reads the value of each input that stands for a number, by position.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], name: str, arguments: Sequence[int], numbers: Mapping[int, int]
+    ) -> None:
+        self.name, self.arguments, self._forward, self._numbers = name, arguments, forward, numbers
+        self._once: dict[Hashable, Program] = {}
+        self._learned: dict[Hashable, tuple[CallKind, KnownSegment | Program | str | None]] = {}
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it."""
+        with DisableTorchFunctionAndModes():
+            return self._forward(*inputs)
+
+    def kind_of(self, inputs: Sequence[Any]) -> CallKind | str:
+        """Returns the kind of a call that begins now, or why it has none."""
+        layouts: list[Layout | None] = []
+        key: list[Any] = [ambient_state.capture()]
+        tensors = set[int]()
+        for position, value in enumerate(inputs):
+            if position in self._numbers and isinstance(value, Tensor) and value.device.type == "cpu":
+                value = value.item()  # noqa: PLW2901  reading it from a device would wait for that
+            if not isinstance(value, Tensor):
+                layouts.append(None)
+                key.append((type(value), repr(value)))  # which tells 0.0 from -0.0
+                continue
+            try:
+                layout = layout_of(value)
+            except UnsupportedTensorError as error:
+                return f"one of its inputs is a {error.fields['reason']}"
+            if may_be_freed(value):
+                return "FSDP may free its parameters"
+            layouts.append(layout)
+            tensors.add(id(value))
+            key.append((id(layout), value.requires_grad, value.is_leaf))
+        if len(tensors) < len(layouts) - layouts.count(None):
+            return "two of its inputs are the same tensor"
+        return CallKind(tuple(key), layouts)
+
+    def learned(self, kind: CallKind) -> KnownSegment | Program | str | None:
+        """Returns what is known of calls of a kind; None if that is nothing.
+
+        That is the segment that the next call runs, or the program that the function ran in two calls before the graph
+        did, or the reason why each call has to be recorded.
+        """
+        _, learned = self._learned.get(kind.key, (kind, None))
+        return learned
+
+    def learn_function(self, kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int) -> str:
+        """Learns from a recorded call of the function that the graph was captured from. As `learn`."""
+
+        def learn() -> KnownSegment | Program | None:
+            program = _known_program(kind, inputs, ended, values_read=0).program
+            before = self.learned(kind)
+            if isinstance(before, KnownSegment):
+                if not _is_same(before, program):
+                    raise Refusal(OTHER_OPS)
+                return before
+            once = self._once.pop(kind.key, None)
+            if once is None:
+                self._once[kind.key] = program
+                return None
+            if not is_same_program(once, program):
+                raise Refusal("its ops change from call to call")
+            return program
+
+        return self._note(kind, learn)
+
+    def learn(
+        self, kind: CallKind, inputs: Sequence[Any], expected: Program | None, ended: EndedCall, packed_bytes: int
+    ) -> str:
+        """Learns from a recorded call of the graph. Returns why later ones have to be recorded too; empty if not.
+
+        Args:
+            kind: The kind that the call has.
+            inputs: The inputs of the graph in this call.
+            expected: The program that the function has run; None if the user has compiled it, which is then the truth.
+            ended: The call, whose segment was kept.
+            packed_bytes: Bytes that autograd saved and that are not kept.
+
+        Raises:
+            OtherOpsError: The graph has run another program than expected.
+        """
+
+        def segment() -> KnownSegment:
+            return _known_segment(kind, inputs, ended, packed_bytes, sum(self._numbers.values()))
+
+        reason = self._note(kind, segment)
+        _, learned = self._learned.get(kind.key, (kind, None))
+        if expected is not None and not (isinstance(learned, KnownSegment) and _is_same(learned, expected)):
+            self._learned[kind.key] = kind, OTHER_OPS
+            raise OtherOpsError
+        return reason
+
+    def _note(self, kind: CallKind, learn: Callable[[], KnownSegment | Program | None]) -> str:
+        if len(self._learned) >= MAX_KINDS and kind.key not in self._learned:
+            return f"its inputs or settings have changed {MAX_KINDS} times"
+        try:
+            self._learned[kind.key] = kind, learn()
+        except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+            reason = Refusal.of(error).reason
+            self._learned[kind.key] = kind, reason
+            return reason
+        return ""
+
+
+class GraphCall(CapturedInputs):
+    """A call of a captured graph with these inputs. It is called with those of them that are arguments.
+
+    Args:
+        graph: The graph that the call runs.
+        inputs: The inputs of the graph, in their order.
+    """
+
+    def __init__(self, graph: CapturedGraph, inputs: Sequence[Any]) -> None:
+        self.graph, self.inputs = graph, inputs
+        self.arguments = [inputs[position] for position in graph.arguments]
+        captured = next((id(v) for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in graph.arguments), 0)
+        self.site = id(graph), captured
+        self.__qualname__ = graph.name
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the graph."""
+        return self.graph.run(self.inputs)
+
+
+def _known_program(kind: CallKind, inputs: Sequence[Any], ended: EndedCall, values_read: int) -> KnownProgram:
+    if ended.grafted is None:
+        raise Refusal("the graph of its inside stays on the trainer")
+    if ended.recorder.has_new_hooks:
+        raise Refusal("it registers a hook")
+    tensors = [None if layout is None else value for value, layout in zip(inputs, kind.layouts, strict=True)]
+    return known_program(ended.recorder, ended.grafted[2], tensors, values_read)
+
+
+def _known_segment(
+    kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int, values_read: int
+) -> KnownSegment:
+    known = _known_program(kind, inputs, ended, values_read)
+    assert ended.grafted is not None
+    graph_uses, outputs, _, uses = ended.grafted
+    returned = [id(value) for value in ended.returned[0]]
+    sequences = {use.node: use.sequence for used in graph_uses.uses for use in used}
+    return KnownSegment(
+        known,
+        EncodedProgram.of(known.program),
+        kind,
+        tuple(returned.index(id(output)) for output in outputs),
+        pattern_of(ended.returned[0], inputs),
+        [[Use(use.sequence, use.input_index, use.sequence) for use in used] for used in graph_uses.uses],
+        [
+            BackwardStage(stage.outputs, {sequences[node] for node in stage.nodes if node in sequences})
+            for stage in graph_uses.stages
+        ],
+        sequence_number(get_gradient_edge(outputs[0]).node),
+        uses,
+        packed_bytes,
+    )
+
+
+def _is_same(segment: KnownSegment, expected: Program) -> bool:
+    """Whether a graph runs the program of its function. It may return the same tensors in another order."""
+    given = segment.known.program
+    if {*given.outputs} != {*expected.outputs}:
+        return False
+    return is_same_program(replace(given, outputs=()), replace(expected, outputs=()))
+
+
+def pattern_of(returned: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
+    """Returns for each returned value the first position at which it is returned; below 0 for one of the inputs."""
+    first = {id(value): position - len(inputs) for position, value in enumerate(inputs)}
+    is_tensor = [isinstance(value, Tensor) for value in returned]
+    return tuple([first.setdefault(id(v), i) if is_tensor[i] else i for i, v in enumerate(returned)])

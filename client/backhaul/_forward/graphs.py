@@ -1,0 +1,295 @@
+"""Runs compiled functions as segments: each graph that torch.compile captures is one.
+
+NOTE [Graphs]
+1. torch.compile decides by its guards which graph a call runs. A graph has no control flow, so its program is recorded
+   once for each kind of call, see NOTE [Known programs]. Nothing else relies on the guards.
+2. A graph runs the functions of torch that the user's code calls, under autograd, so its gradients have eager's bits.
+3. A function that the user has compiled runs as it is. Where its graph breaks, each part is a segment of its own, and
+   what runs between the parts is not checkpointed: that is what the user's code says.
+4. With graphs="eager" Backhaul compiles the function itself, in one graph or not at all: then it is recorded instead.
+   Guards on hooks are on for this, because the reference is eager code, where a hook that is added later runs.
+5. torch.compile does not see everything, such as a write through NumPy. So the first call of each kind runs the
+   function itself, and the second one the graph, recorded. If their programs differ, the second call runs the function
+   as well, after the generators were restored, and so does each later one. A program that could show this too late,
+   because it writes to memory or reads values, is refused after the first call. So is one that was another in the
+   call before, because the graph leaves out what a function keeps from one call to the next, as `lru_cache` does.
+6. The guards do not notice each change, such as one of a class. So one in `CHECKED_CALLS` calls runs the function.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from backhaul._backward.checkpointed_call import not_remote
+from backhaul._backward.local_recompute import nesting
+from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._forward.captured_graph import OTHER_OPS, CapturedGraph, GraphCall, KnownSegment, OtherOpsError
+from backhaul._forward.checkpoint import Learn, kind_of_call, name_of, run_known, run_segment, runs_plainly
+from backhaul._torch_api.call_options import Options
+from backhaul_runtime.program.program import Program
+from backhaul_runtime.record.known_program import AUTOCAST
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.captured_graphs import (
+    arguments_of_graph,
+    backend_of,
+    compile_for_autograd,
+    draws_in_python,
+    forward_of_graph,
+    in_one_graph,
+    keep_out,
+    key_of,
+    name_of_compiled,
+    numbers_of_graph,
+    why_no_list_of_calls,
+    why_not_captured,
+    with_guards_of_hooks,
+)
+from backhaul_runtime.torch_internals.generators import restoring_generators
+from backhaul_runtime.torch_internals.private import has_hooks_of_all_modules, without_dynamo
+
+_OWN = (
+    *(f"backhaul.{name}" for name in ("_accumulate", "_backward", "_dispatch", "_observe", "_worker_client")),
+    *(f"backhaul._forward.{name}" for name in ("graft", "saved_tensor_hooks")),
+    "backhaul_runtime",
+)
+"""What a compiled function may lead into, as by a backward inside of it, and what torch.compile must not trace."""
+
+NO_GRAPH = "torch.compile was told to run it as it is"
+"""The reason for a function that is compiled with our backend and has run no graph."""
+
+
+@dataclass(slots=True, eq=False)
+class GraphTarget:
+    """Where the graphs of a call become segments.
+
+    Attributes:
+        dispatcher: Gives the segments to workers.
+        options: The options of the call.
+        name: The name of the function, for reports; empty: that which torch.compile knows.
+        graphs: The number of graphs that have run.
+        is_whole: Whether Backhaul compiles the function itself, so that only one graph runs, and only a proven one.
+        compiling: The settings that torch.compile has during the call, if it compiles.
+    """
+
+    dispatcher: Dispatcher
+    options: Options
+    name: str = ""
+    graphs: int = 0
+    is_whole: bool = False
+    compiling: ExitStack = field(default_factory=ExitStack)
+
+
+class _Present(threading.local):
+    """The target of the call that runs in this thread; None outside such a call."""
+
+    target: GraphTarget | None = None
+
+
+_present = _Present()
+
+
+@contextmanager
+def _running(target: GraphTarget) -> Iterator[None]:
+    before, _present.target = _present.target, target
+    try:
+        yield
+    finally:
+        _present.target = before
+
+
+def keep_own_code_out() -> None:
+    """Makes torch.compile run Backhaul's code as it is."""
+    keep_out(*_OWN)
+
+
+class _NotKnownError(Exception):
+    """A graph has to be compared with its function, which runs instead.
+
+    Attributes:
+        learn: Learns from the call of the function.
+    """
+
+    def __init__(self, learn: Learn) -> None:
+        super().__init__()
+        self.learn = learn
+
+
+def compile_graph(
+    module: fx.GraphModule, examples: list[Any], default: Callable[[], GraphTarget | None]
+) -> Callable[..., Any]:
+    """Returns what torch.compile calls in the place of a graph that it has captured.
+
+    Args:
+        module: The graph as torch.compile has captured it.
+        examples: Examples of the graph's inputs.
+        default: Returns the target of a call outside `Graphs.call`; None to run the graph without one.
+    """
+    keep_own_code_out()
+    name = (_present.target.name if _present.target is not None else "") or name_of_compiled()
+    if operator := why_no_list_of_calls(module):
+        return _keeping(f"the graph holds {operator}", compile_for_autograd(module, examples), name, default)
+    graph = CapturedGraph(
+        forward_of_graph(module),
+        name,
+        arguments_of_graph(module),
+        numbers_of_graph(module),
+    )
+
+    def run(*inputs: Any) -> Any:
+        target = _present.target or default()
+        if target is None or nesting.active or runs_plainly():
+            return graph.run(inputs)
+        call = GraphCall(graph, inputs)
+        kind = kind_of_call(target.dispatcher, call, target.options)
+        learned = kind if isinstance(kind, str) else graph.learned(kind)
+        if isinstance(learned, KnownSegment) and not (target.is_whole and learned.is_due()):  # Rule 6
+            target.graphs += 1
+            return run_known(target.dispatcher, call, learned, target.options)
+        expected = learned if isinstance(learned, Program) else None
+        needs_function = target.is_whole and expected is None  # Rule 5
+        if isinstance(kind, str) or isinstance(learned, str):
+            learn = _noting(str(learned))
+        elif needs_function:
+            learn = partial(graph.learn_function, kind, inputs)
+        else:
+            learn = partial(graph.learn, kind, inputs, expected)
+        if needs_function:
+            raise _NotKnownError(learn)
+        target.graphs += 1
+        restore = restoring_generators()
+        try:
+            return run_segment(target.dispatcher, call, tuple(call.arguments), {}, target.options, learn)
+        except OtherOpsError:
+            restore()
+            raise
+
+    return run
+
+
+def _keeping(
+    reason: str, compiled: Callable[..., Any], name: str, default: Callable[[], GraphTarget | None]
+) -> Callable[..., Any]:
+    """Returns a function that runs a compiled graph and reports why its activations stay on the trainer."""
+
+    def run(*inputs: Any) -> Any:
+        target = _present.target or default()
+        if target is not None and not nesting.active and not runs_plainly():
+            if target.options.strict:
+                raise not_remote(name, reason)
+            target.graphs += 1
+            log = target.dispatcher.journal.log(name)
+            log.call()
+            log.kept(reason)
+        return compiled(*inputs)
+
+    return run
+
+
+class Graphs:
+    """Runs the functions of a session as segments, compiled or recorded. Thread-safe.
+
+    Args:
+        dispatcher: Gives the segments to workers.
+        options: The options of calls outside `call`.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, options: Options) -> None:
+        self._dispatcher = dispatcher
+        self._options = options
+        self._refused: dict[Hashable, str] = {}
+
+    @property
+    def target(self) -> GraphTarget:
+        """Where a graph becomes a segment that runs outside `call`."""
+        return GraphTarget(self._dispatcher, self._options)
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        """Runs a function as a segment, with the arguments and errors of `run_segment`.
+
+        Under torch.compile the graph breaks around this call.
+        """
+        call = without_dynamo(self._call) if torch.compiler.is_compiling() else self._call
+        return call(function, args, kwargs, options)
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        if options.may_be_known and not nesting.active and not runs_plainly():
+            if getattr(backend_of(function), "makes_segments", False):
+                return self._compiled(function, args, kwargs, options)
+            if options.graphs == "eager" and key_of(function) not in self._refused:
+                if reason := _why_not_now():
+                    return run_segment(self._dispatcher, function, args, kwargs, options, _noting(reason))
+                return self._compiling(function, args, kwargs, options)
+        return run_segment(self._dispatcher, function, args, kwargs, options)
+
+    def _compiled(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        """Runs a function that the user has compiled with our backend."""
+        with _running(target := GraphTarget(self._dispatcher, options)):
+            returned = function(*args, **kwargs)
+        if not target.graphs:
+            log = self._dispatcher.journal.log(name_of(getattr(function, "_orig_mod", function)))
+            log.call()
+            log.kept(NO_GRAPH)
+        return returned
+
+    def _compiling(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+    ) -> Any:
+        """Compiles a function, or runs what was compiled of it before. Records a call that cannot be captured whole."""
+        key, name = key_of(function), name_of(function)
+        target = GraphTarget(self._dispatcher, options, name, is_whole=True)
+        try:
+            with _running(target), target.compiling:
+                return in_one_graph(key, compile_here)(function, args, kwargs)
+        except _NotKnownError as not_known:
+            learn = not_known.learn
+        except OtherOpsError:
+            learn = _noting(OTHER_OPS)
+        except Exception as error:  # torch.compile raises what it finds in the function, and errors of its own
+            if target.graphs:
+                raise
+            reason, is_final = why_not_captured(error)
+            learn = _noting(reason)
+            if is_final:
+                self._refused[key] = reason
+        return run_segment(self._dispatcher, function, args, kwargs, options, learn)
+
+
+def _why_not_now() -> str:
+    """Returns why a call cannot be compiled or run as a graph whatever its function is; empty if it can."""
+    if ambient_state.is_autocast(ambient_state.capture()):  # compiling empties the cache of casts
+        return AUTOCAST
+    if has_hooks_of_all_modules():  # the guards do not see these
+        return "hooks that run for all modules are registered"
+    return ""
+
+
+def _noting(reason: str) -> Learn:
+    """Returns a function that learns nothing from a call but why it was recorded."""
+    return lambda *_: reason
+
+
+def compile_here(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """The backend of functions that Backhaul compiles itself."""
+    assert _present.target is not None
+    if operator := why_no_list_of_calls(module):
+        raise _UnsuitedError(f"it holds {operator}")
+    if draws_in_python(module):
+        raise _UnsuitedError("it draws random numbers in Python")  # the call would draw them, and its function again
+    _present.target.compiling.enter_context(with_guards_of_hooks())
+    return compile_graph(module, examples, lambda: None)
+
+
+class _UnsuitedError(Exception):
+    """A graph that Backhaul does not run in the place of its function."""

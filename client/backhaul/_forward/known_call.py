@@ -1,0 +1,165 @@
+"""Runs a call whose program is known: a worker gets the segment before the call runs, and nothing is recorded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul._backward.checkpointed_call import CheckpointedCall
+from backhaul._backward.frame import Frame, RecordedSegment
+from backhaul._backward.handles import Handle, HandleTable
+from backhaul._dispatch.dispatcher import Dispatcher
+from backhaul._forward.captured_graph import GraphCall, KnownSegment, pattern_of
+from backhaul._forward.graft import graft
+from backhaul._forward.keep import lineage_of, note_grafted, note_sources, offer, predecessors_of, versions_of
+from backhaul._forward.saved_tensor_hooks import modified
+from backhaul._observe.call_log import CallLog
+from backhaul._torch_api.call_options import Options
+from backhaul._torch_api.selective import KeptTensor
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.record.known_program import KnownCall
+from backhaul_runtime.tensors.durations import Duration
+from backhaul_runtime.tensors.stopwatch import device_of_work
+from backhaul_runtime.torch_internals.private import (
+    DisableTorchDispatch,
+    pop_saved_tensor_hooks,
+    sequence_number,
+    version_of,
+)
+
+
+class BegunKnownCall:
+    """A call of a known program. A worker has the segment, if one takes it.
+
+    Args:
+        dispatcher: Gives the segment to a worker.
+        graph_call: The call that begins now.
+        segment: What is known of calls of its kind.
+        options: The options that the call has.
+        log: Counts what happens to the call.
+
+    Attributes:
+        call: The call, with its recording.
+        table: Makes the handles of what autograd saves.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, graph_call: GraphCall, segment: KnownSegment, options: Options, log: CallLog
+    ) -> None:
+        known, inputs = segment.known, graph_call.inputs
+        self._inputs = inputs
+        self._dispatcher, self._segment = dispatcher, segment
+        self._arguments = [value for value in graph_call.arguments if isinstance(value, Tensor)]
+        self._sources = [inputs[position] for position in known.inputs]
+        layouts = [layout for position in known.inputs if (layout := segment.kind.layouts[position]) is not None]
+        with DisableTorchDispatch():
+            self._known = KnownCall(
+                known, self._sources, layouts, self._arguments, dispatcher.copies.copy_of, dispatcher.fixed
+            )
+        recording = self._known.recording
+        self.call = CheckpointedCall(
+            log.name,
+            log,
+            options,
+            recording,
+            device=next(iter(recording.accelerators), device_of_work(self._arguments)),
+        )
+        self.table = HandleTable(self.call, self._so_far)
+        taken = zip(self._sources, recording.sources, strict=True)
+        self._edges = [get_gradient_edge(t) if t.requires_grad and source.is_copy else None for t, source in taken]
+        self._predecessors = predecessors_of(self._edges, segment.uses)
+        self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
+        recorded = RecordedSegment(self.call, known.program, self._sources, segment.uses, self._predecessors)
+        self._remote, self._program, self._local_reason = offer(dispatcher, recorded, self._pending, None)
+        self._has_ended = False
+        self._node, self._of_this_node = 0, list[tuple[Handle, Tensor]]()
+
+    def _so_far(self) -> Any:
+        return self._segment.known.up_to(len(self.call.recording.saved))
+
+    def pack(self, tensor: Tensor) -> Handle | Tensor:
+        """The pack hook: notes a tensor that autograd saves. Keeps it if the program saves another one there."""
+        if self._has_ended:  # Ctrl-C has kept the hook from being taken off: what the caller saves stays as it is
+            pop_saved_tensor_hooks()
+            return tensor.detach()
+        recording = self.call.recording
+        if recording.refusal is None:
+            try:
+                node = self._known.note_saved(tensor)
+                handle = self.table.add(len(recording.saved) - 1)
+                if node != self._node:
+                    self._node, self._of_this_node = node, []
+                self._of_this_node.append((handle, tensor))
+                return handle
+            except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+                recording.refuse(Refusal.of(error).reason)
+        handle = Handle(self.table, -1)
+        handle.kept = _keep(tensor)
+        return handle
+
+    def end(self) -> None:
+        """Drops what belongs to the running call."""
+        self._has_ended = True
+        self.table.end_call()
+        saved = self.call.recording.saved
+        if len(saved) < len(self._segment.known.saved):
+            # A replay runs nodes as a whole, so of the one that saved other tensors all of them are kept.
+            self.call.recording.refuse("it saved fewer tensors than the recorded call of the same kind")
+            del saved[len(saved) - len(self._of_this_node) :]
+            for handle, tensor in self._of_this_node:
+                handle.kept = _keep(tensor)
+        self._of_this_node = []
+
+    def keep(self, returned: Sequence[Any], forward: Duration) -> tuple[Frame, Any]:
+        """Grafts the segment. Returns its frame and what the caller gets; as `keep.keep` for an unexpected error."""
+        self._pending.site.forward = forward
+        try:
+            return self._grafted(returned)
+        except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+            return self._kept_here(Refusal.of(error)), returned
+
+    def _grafted(self, returned: Sequence[Any]) -> tuple[Frame, Any]:
+        call, segment = self.call, self._segment
+        outputs = [returned[position] for position in segment.outputs]
+        if call.recording.refusal is not None:
+            raise Refusal(call.recording.refusal)
+        if pattern_of(returned, self._inputs) != segment.returned:
+            raise Refusal("it returned the same tensors at other places than the recorded call of the same kind")
+        lineage = lineage_of(self._dispatcher, call, self._program)
+        note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)
+        frame = self._frame(lineage=lineage, uses=segment.uses)
+        if self._remote is not None:
+            call.log.taken("")
+        # Each call of the kind makes the same nodes in the same order.
+        later = sequence_number(get_gradient_edge(outputs[0]).node) - segment.output_sequence
+        grafted = graft(frame, outputs, self._sources, segment.places, segment.stages, later)
+        note_grafted(frame, grafted, self._sources, self._predecessors)
+        grafted_at = dict(zip(segment.outputs, grafted, strict=True))
+        value = [grafted_at.get(first, one) for first, one in zip(segment.returned, returned, strict=True)]
+        if self._remote is not None:  # last, because after an error the trainer recomputes from what this drops
+            lineage.release()
+        return frame, tuple(value)
+
+    def _frame(self, **decided: Any) -> Frame:
+        return Frame(
+            self.call,
+            self.table.handles,
+            program=self._program,
+            arguments=versions_of(self._arguments),
+            remote=self._remote,
+            local_reason=self._local_reason,
+            **decided,
+        )
+
+    def _kept_here(self, refusal: Refusal) -> Frame:
+        """Returns the frame of a call whose graph stays. The trainer recomputes what the program has saved so far."""
+        self.call.check_strict(refusal.reason, refusal.cause)
+        self.call.log.fallback(refusal.reason)
+        self._remote, self._program, self._local_reason = None, self._so_far(), refusal.reason
+        del self.call.recording.generator_states[self._program.draws :]
+        return self._frame(lineage=lineage_of(self._dispatcher, self.call, self._program))
+
+
+def _keep(tensor: Tensor) -> KeptTensor:
+    return KeptTensor(tensor.detach(), version_of(tensor), modified)

@@ -1,0 +1,218 @@
+"""Programs that are known before a call runs, because an earlier call of the same function was recorded.
+
+NOTE [Known programs]
+1. The function is a captured graph: it calls a fixed list of torch's functions on what it is given. Which ops run
+   follows from its inputs (the layouts of tensors, whether they require gradients and are leaves, and numbers), and
+   from the ambient state. Calls that agree in these are of one kind, and the first of a kind is recorded.
+2. `known_program` refuses a program to which this does not apply: an op gave Python a value of a tensor, a size follows
+   from values, or the call read what the key does not show, like autocast's cache.
+3. It also refuses programs that write to memory, because a later call would have to watch the memory of saved tensors.
+4. The layout of each tensor that a later call saves is compared with the recorded one. At a difference, which only an
+   error in the rules above explains, that call keeps the rest of its activations. The nodes before it have run as
+   recorded.
+5. Values are taken anew in each call: the digests of its sources and of what it saves, and the generator's state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.op_list import resolve
+from backhaul_runtime.program.op_rules import rules
+from backhaul_runtime.program.program import GeneratorRef, Program, parts_in
+from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
+from backhaul_runtime.record.contents import Contents, FixedDigests
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recording import Recording, SavedTensor
+from backhaul_runtime.record.sources import MakeCopy, recorded_source
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
+from backhaul_runtime.tensors.digest import saved_digest, tensor_address
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.torch_internals.ambient_state import is_autocast
+from backhaul_runtime.torch_internals.generators import default_generator
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch
+from backhaul_runtime.torch_internals.storages import storage_key
+
+AUTOCAST = "it runs under autocast, whose casts of weights are shared with other code"
+CHOICES_SENT = "a worker computes other bits, so its random draws and decisions are sent"
+CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownProgram:
+    """What calls of one kind have in common.
+
+    Attributes:
+        program: What a worker runs.
+        inputs: The position of each source among the function's inputs.
+        saved: The tensors that autograd saves, in order, without digests.
+        saving_nodes: For each of them, the number of nodes up to the one that saves it.
+        whole_sources: For each of them, the source whose bytes are all of its own; -1 if there is none.
+        draws_on: The device whose default generator all draws use; None if nothing draws.
+        computes_on_host: Whether an op returns a tensor on the CPU.
+        accelerators: The CUDA devices of sources and results, as in `Recording`.
+    """
+
+    program: Program
+    inputs: tuple[int, ...]
+    saved: tuple[SavedTensor, ...]
+    saving_nodes: tuple[int, ...]
+    whole_sources: tuple[int, ...]
+    draws_on: torch.device | None
+    computes_on_host: bool
+    accelerators: tuple[torch.device, ...]
+
+    def up_to(self, saved_count: int) -> Program:
+        """Returns the part of the program that saves its first tensors."""
+        nodes = self.program.nodes[: self.saving_nodes[saved_count - 1] if saved_count else 0]
+        return replace(self.program, nodes=nodes, outputs=(), saved_count=saved_count)
+
+
+def known_program(
+    recorder: Recorder, program: Program, inputs: Sequence[Tensor | None], values_read: int
+) -> KnownProgram:
+    """Returns what later calls of the same kind have in common with a call that was recorded whole.
+
+    Args:
+        recorder: The recorder of the call, which has ended.
+        program: The program that it returned.
+        inputs: The inputs of the call; None for those that are no tensors.
+        values_read: How often the function reads the value of an input whose value belongs to the kind.
+
+    Raises:
+        Refusal: Each call has to be recorded, for this reason.
+    """
+    recording, sources = recorder.recording, recorder.call.memory.sources
+    positions = {id(tensor): position for position, tensor in enumerate(inputs) if tensor is not None}
+    places = [(storage_key(tensor), tensor.storage_offset()) for tensor in inputs if tensor is not None]
+    if len(set(places)) < len(places):
+        raise Refusal("two of its inputs share memory")
+    if any(id(tensor) not in positions for tensor in sources.tensors):
+        raise Refusal("it reads a tensor that is no input of the captured graph")
+    if recorder.call.values_given != values_read:
+        raise Refusal("it reads the value of a tensor in Python")
+    if any(map(is_autocast, program.ambient_states)) or program.casts:
+        raise Refusal(AUTOCAST)
+    if program.functions or program.types:
+        raise Refusal("it runs custom functions")
+    if recording.has_recorded_choices:
+        raise Refusal(CHOICES_SENT)
+    for node in program.nodes:
+        op = resolve(node.op)
+        if rules(op).written or recorder.call.builder.made_leaves:
+            raise Refusal(f"{node.op} writes to memory or changes a leaf")
+        if node.op in UNDEFINED_SAVES:
+            raise Refusal(f"{node.op} saves memory that it does not write")
+        if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
+            raise Refusal(f"the size of what {node.op} returns depends on values")
+        if any(isinstance(part, GeneratorRef) for part in parts_in((node.args, tuple(v for _, v in node.kwargs)))):
+            raise Refusal(f"{node.op} draws from a generator of its own")
+    return KnownProgram(
+        program,
+        tuple(positions[id(tensor)] for tensor in sources.tensors),
+        tuple(replace(saved, noted=b"") for saved in recording.saved),  # a digest may refer to a device
+        tuple(recorder.call.builder.saving_nodes),
+        tuple(_whole_source(saved, recording) for saved in recording.saved),
+        _drawn_from(recording),
+        recording.computes_on_host,
+        tuple(recording.accelerators),
+    )
+
+
+def _whole_source(saved: SavedTensor, recording: Recording) -> int:
+    """Returns the source that has the same bytes in the same order as a saved tensor, so the same content; else -1."""
+    if saved.source < 0 or saved.is_undefined:
+        return -1
+    source = recording.sources[saved.source]
+    parts = (source.layout.dtype, source.offset, source.layout.span_bytes)
+    is_whole = (saved.layout.dtype, saved.offset, saved.layout.span_bytes) == parts
+    is_ordered = saved.layout.memory_order == source.layout.memory_order is not None
+    return saved.source if is_whole and is_ordered else -1
+
+
+def _drawn_from(recording: Recording) -> torch.device | None:
+    """Returns the device whose default generator a call has drawn from. Raises Refusal if there may be two."""
+    if not recording.generator_states:
+        return None
+    if recording.computes_on_host and recording.accelerators:
+        raise Refusal("it draws random numbers, and computes on two devices")
+    if recording.accelerators:
+        return next(iter(recording.accelerators))
+    if len(recording.continuing) < len(recording.generator_states) - 1:
+        raise Refusal("something besides its ops changes the generator")
+    return torch.device("cpu")
+
+
+class KnownCall:
+    """Makes the recording of a call whose program is known, in the place of a recorder.
+
+    Args:
+        known: The program that the call runs.
+        inputs: The tensors of the program's sources, in their order.
+        layouts: The layouts of these tensors.
+        arguments: Those of the inputs that the caller may change, so that copies are made.
+        make_copy: Makes the copies of them.
+        fixed: Digests of parameters that do not change during the call; None to compute all digests.
+
+    Attributes:
+        recording: The recording. Sources and the generator's state are complete, saved tensors are added.
+    """
+
+    def __init__(
+        self,
+        known: KnownProgram,
+        inputs: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        arguments: Sequence[Tensor],
+        make_copy: MakeCopy,
+        fixed: FixedDigests | None,
+    ) -> None:
+        self.recording = Recording(
+            computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
+        )
+        self._known, self._digests = known, ContentDigests()
+        self._contents: list[Digest] = []  # of the sources
+        argument_ids, fixing = {id(tensor) for tensor in arguments}, Contents(fixed)
+        for tensor, layout in zip(inputs, layouts, strict=True):
+            is_argument = id(tensor) in argument_ids
+            if fixed is None:
+                content = self._digests.take(tensor, layout)
+            else:
+                content = fixing.digest(tensor, layout)
+                if not is_argument:
+                    fixing.fix(tensor, layout, content)
+            self._contents.append(content)
+            address = digest_of(tensor_address, layout, content)
+            self.recording.sources.append(recorded_source(tensor, layout, address, make_copy, is_argument=is_argument))
+        if known.draws_on is not None:
+            state = default_generator(known.draws_on).get_state().numpy().tobytes()
+            self.recording.generator_states += [state, *[b""] * (known.program.draws - 1)]
+            self.recording.continuing.update(range(1, known.program.draws))
+
+    def note_saved(self, tensor: Tensor) -> int:
+        """Records a tensor that autograd saves. Returns the number of the node that saves it, counted from 1.
+
+        Raises:
+            Refusal: It is not the tensor that the program saves.
+        """
+        saved = self.recording.saved
+        position = len(saved)
+        if position >= len(self._known.saved):
+            raise Refusal(CHANGED)
+        expected, source = self._known.saved[position], self._known.whole_sources[position]
+        layout = expected.layout
+        if tensor.shape != layout.shape or tensor.stride() != layout.strides or tensor.dtype is not layout.dtype:
+            raise Refusal(CHANGED)
+        if source >= 0:
+            content = self._contents[source]
+        elif expected.is_undefined:
+            content = UNDEFINED_CONTENT
+        else:
+            with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
+                content = self._digests.take(tensor, layout)
+        noted = digest_of(saved_digest, layout, content)
+        saved.append(SavedTensor(noted, expected.op, layout, expected.source, expected.offset, expected.is_undefined))
+        return self._known.saving_nodes[position]

@@ -1,0 +1,205 @@
+"""What Backhaul asks of torch.compile: to capture a call in one graph, and what it knows of a graph while it compiles.
+
+Nothing here is imported from `torch._dynamo` before it is used, because that import takes a second.
+"""
+
+import sys
+import types
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator
+
+
+def name_of_compiled() -> str:
+    """Returns a name for people of what is being compiled: the class of a module, or a function's qualified name."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    present = InstructionTranslator.current_tx()
+    code = present.f_code
+    owner = present.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    if isinstance(owner, nn.Module):
+        return type(owner).__name__
+    return str(getattr(code, "co_qualname", code.co_name)).replace("<locals>.", "")
+
+
+def forward_of_graph(module: fx.GraphModule) -> Callable[..., Any]:
+    """Returns the function that runs a graph, without what torch puts around it until its code is generated."""
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    _LazyGraphModule.force_recompile(module)
+    return module.forward
+
+
+def arguments_of_graph(module: fx.GraphModule) -> list[int]:
+    """Returns the positions of the inputs that were passed to the compiled function, also inside containers.
+
+    Attributes of what was passed, and what the function captures, are none of them.
+    """
+    return [position for position, links in enumerate(_origins(module)) if _is_passed(links)]
+
+
+def why_no_list_of_calls(module: fx.GraphModule) -> str:
+    """Returns the operator that makes a graph more than a list of calls of torch's functions; empty if none does.
+
+    Higher-order operators hold graphs of their own, and transforms of torch.func reach over several calls. Both mean
+    something else when their graph runs as it is: torch's checkpoint, for example, then draws other random numbers.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and (
+            isinstance(node.target, HigherOrderOperator) or "functorch" in str(getattr(node.target, "__module__", ""))
+        ):
+            return str(getattr(node.target, "__name__", node.target))
+    return ""
+
+
+def compile_for_autograd(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compiles a graph by torch's backend "aot_eager", whose kernels are eager ones."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    compiled: Callable[..., Any] = lookup_backend("aot_eager")(module, inputs)
+    return compiled
+
+
+@cache
+def keep_out(*packages: str) -> None:
+    """Makes torch.compile run the code of packages as it is, where a function that it compiles leads into them."""
+    from torch._dynamo import trace_rules
+
+    for package in packages:
+        trace_rules.add(package)
+
+
+def draws_in_python(module: fx.GraphModule) -> bool:
+    """Whether a graph takes a number that Python draws before the graph runs."""
+    return any(type(links[-1]).__name__ == "RandomValueSource" for links in _origins(module) if links)
+
+
+def numbers_of_graph(module: fx.GraphModule) -> dict[int, int]:
+    """Returns how often a graph reads the value of each input that it uses for nothing else, by position.
+
+    torch.compile passes a float of the user's code as such a tensor, once it has seen two values of it.
+    """
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return {
+        position: len(node.users)
+        for position, node in enumerate(placeholders)
+        if node.users and all((user.op, user.target) == ("call_method", "item") for user in node.users)
+    }
+
+
+def _origins(module: fx.GraphModule) -> list[list[Any]]:
+    """Returns for each input what torch knows of its origin, from the value back to a variable of the function."""
+    origins = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            link, links = getattr(node.meta.get("grapharg"), "source", None), []
+            while link is not None:
+                links.append(link)
+                link = getattr(link, "base", None)
+            origins.append(links)
+    return origins
+
+
+def _is_passed(links: Sequence[Any]) -> bool:
+    if not links or type(links[-1]).__name__ != "LocalSource" or links[-1].is_derefed_cell_contents:
+        return False
+    is_function = links[-1].local_name == _call.__code__.co_varnames[0]  # of `_call`, whose other variables it is given
+    return not is_function and all("GetItem" in type(link).__name__ for link in links[:-1])
+
+
+def backend_of(function: Any) -> Any:
+    """Returns the backend of a function or module that torch.compile has returned, or of a module that was compiled.
+
+    None for any other, and for a partial function.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        return None
+    if isinstance(function, nn.Module):
+        context = vars(function).get("dynamo_ctx")
+        backend = _closure(function._compiled_call_impl) if context is None else context.callback
+    else:
+        backend = _closure(function) if getattr(function, "_is_torch_compile", False) else None
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return getattr(backend, "compiler_fn", backend)
+
+
+def _closure(compiled: Any) -> Any:
+    """Returns the callback of a function that torch.compile has returned."""
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    return compiled.__closure__[names.index("callback")].cell_contents if "callback" in names else None
+
+
+def in_one_graph(
+    key: Hashable, backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns a compiled function that calls a function with these arguments.
+
+    Its calls raise one of `compile_errors` before anything has run, if torch.compile cannot capture them whole.
+
+    Args:
+        key: Functions with the same key share compiled graphs, and torch's limit of recompilations.
+        backend: Returns what is called in the place of a graph.
+    """
+    compiled: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _compiled(key, backend)
+    return compiled
+
+
+@cache
+def _compiled(key: Hashable, backend: Any) -> Any:
+    # torch keeps graphs by the code object, and must not take this one for a part of a package that is kept out.
+    own = types.FunctionType(_call.__code__.replace(co_filename="<compiled segment>"), globals(), "_call")
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if (
+        not torch.compiler.is_compiling()
+    ):  # torch has skipped the frame, as inside a dispatch mode, and runs it as it is
+        raise _SkippedError
+    return function(*args, **kwargs)
+
+
+class _SkippedError(Exception):
+    """torch.compile does not compile at present."""
+
+
+def key_of(function: Callable[..., Any]) -> Hashable:
+    """Returns the key of a function for `in_one_graph`: of a module its class, of a function its code."""
+    while isinstance(function, partial):
+        function = function.func
+    if isinstance(function, nn.Module):
+        return (type(function),)
+    return getattr(function, "__code__", type(function)), type(getattr(function, "__self__", None))
+
+
+def with_guards_of_hooks() -> AbstractContextManager[Any]:
+    """Returns a context in which compiled graphs get guards on the hooks of modules. torch omits them otherwise."""
+    from torch._dynamo import config
+
+    guarded: AbstractContextManager[Any] = config.patch(skip_nnmodule_hook_guards=False)
+    return guarded
+
+
+def why_not_captured(error: Exception) -> tuple[str, bool]:
+    """Returns why torch.compile has raised an error, in a sentence, and whether another call would fail as well."""
+    from torch._dynamo import exc
+
+    if isinstance(error, _SkippedError):
+        return "torch.compile does not compile at present, as inside a dispatch mode", False
+    if isinstance(error, exc.FailOnRecompileLimitHit):
+        return f"torch.compile has compiled it {torch._dynamo.config.recompile_limit} times, its limit", True
+    inner = getattr(error, "inner_exception", None) or error
+    first = next((line.strip() for line in str(getattr(inner, "msg", inner)).splitlines() if line.strip()), "")
+    stack = getattr(error, "real_stack", None)
+    line = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
+    is_of_this_call = isinstance(error, exc.TorchRuntimeError)  # such as inputs of a wrong shape
+    return (
+        f"torch.compile cannot capture it whole: {first.rstrip('.') or type(inner).__name__}{line}",
+        not is_of_this_call,
+    )
