@@ -15,7 +15,7 @@ from backhaul._forward.keep import EndedCall
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Program, is_same_program
-from backhaul_runtime.record.known_program import KnownProgram, known_program
+from backhaul_runtime.record.known_program import VALUE_READ, KnownProgram, known_program
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
@@ -109,8 +109,10 @@ class CapturedGraph:
         key: list[Any] = [ambient_state.capture()]
         tensors = set[int]()
         for position, value in enumerate(inputs):
-            if position in self._numbers and isinstance(value, Tensor) and value.device.type == "cpu":
-                value = value.item()  # noqa: PLW2901  reading it from a device would wait for that
+            if position in self._numbers and isinstance(value, Tensor):
+                if value.device.type != "cpu":  # its value is not a part of the kind: reading it would wait
+                    return VALUE_READ
+                value = value.item()  # noqa: PLW2901
             if not isinstance(value, Tensor):
                 layouts.append(None)
                 key.append((type(value), repr(value)))  # which tells 0.0 from -0.0
@@ -177,9 +179,9 @@ class CapturedGraph:
             return _known_segment(kind, inputs, ended, packed_bytes, sum(self._numbers.values()))
 
         reason = self._note(kind, segment)
-        _, learned = self._learned.get(kind.key, (kind, None))
+        learned = self.learned(kind)
         if expected is not None and not (isinstance(learned, KnownSegment) and _is_same(learned, expected)):
-            self._learned[kind.key] = kind, OTHER_OPS
+            self._learned[kind.key] = kind, reason or OTHER_OPS
             raise OtherOpsError
         return reason
 

@@ -122,7 +122,7 @@ def kind_of_call(dispatcher: Dispatcher, fn: GraphCall, options: Options) -> Cal
     """Returns the kind of a call of a captured graph, or why it has to be recorded whatever is known."""
     if not options.may_be_known:
         return "its options need each op"
-    if _is_capturing():
+    if is_capturing():
         return CAPTURED
     if top_saved_tensor_hooks(True) is not None:
         return "saved-tensor hooks are around it, which see what it saves"
@@ -200,7 +200,7 @@ def _begin(
     log: CallLog,
 ) -> BegunCall:
     """Does what `_begun` says for a call that does not keep its activations, and lets unexpected errors pass."""
-    if _is_capturing():
+    if is_capturing():
         raise Refusal(CAPTURED)
     arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
@@ -233,7 +233,8 @@ def _begin(
     return BegunCall(call, arguments, recorder, pack, table, context, replay_options, selection, pending)
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 

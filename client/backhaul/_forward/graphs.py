@@ -8,11 +8,12 @@ NOTE [Graphs]
    what runs between the parts is not checkpointed: that is what the user's code says.
 4. With graphs="eager" Backhaul compiles the function itself, in one graph or not at all: then it is recorded instead.
    Guards on hooks are on for this, because the reference is eager code, where a hook that is added later runs.
-5. torch.compile does not see everything, such as a write through NumPy. So the first call of each kind runs the
-   function itself, and the second one the graph, recorded. If their programs differ, the second call runs the function
-   as well, after the generators were restored, and so does each later one. A program that could show this too late,
-   because it writes to memory or reads values, is refused after the first call. So is one that was another in the
-   call before, because the graph leaves out what a function keeps from one call to the next, as `lru_cache` does.
+5. torch.compile does not see everything, such as a write through NumPy. So the first two calls of each kind run the
+   function itself, and the third one the graph, all recorded. If the graph's program differs, the third call runs the
+   function as well, after the generators were restored, and so does each later one. A program that could show this too
+   late, because it writes to memory or reads values, is refused after the first call. If the first two calls run
+   different programs, the kind is refused too: the graph leaves out what a function keeps from one call to the next, as
+   `lru_cache` does.
 6. The guards do not notice each change, such as one of a class. So one in `CHECKED_CALLS` calls runs the function.
 """
 
@@ -30,7 +31,16 @@ from backhaul._backward.checkpointed_call import not_remote
 from backhaul._backward.local_recompute import nesting
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward.captured_graph import OTHER_OPS, CapturedGraph, GraphCall, KnownSegment, OtherOpsError
-from backhaul._forward.checkpoint import Learn, kind_of_call, name_of, run_known, run_segment, runs_plainly
+from backhaul._forward.checkpoint import (
+    CAPTURED,
+    Learn,
+    is_capturing,
+    kind_of_call,
+    name_of,
+    run_known,
+    run_segment,
+    runs_plainly,
+)
 from backhaul._torch_api.call_options import Options
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.known_program import AUTOCAST
@@ -162,11 +172,12 @@ def compile_graph(
         if needs_function:
             raise _NotKnownError(learn)
         target.graphs += 1
-        restore = restoring_generators()
+        restore = None if expected is None else restoring_generators()
         try:
             return run_segment(target.dispatcher, call, tuple(call.arguments), {}, target.options, learn)
         except OtherOpsError:
-            restore()
+            if restore is not None:
+                restore()
             raise
 
     return run
@@ -268,6 +279,8 @@ class Graphs:
 
 def _why_not_now() -> str:
     """Returns why a call cannot be compiled or run as a graph whatever its function is; empty if it can."""
+    if is_capturing():
+        return CAPTURED
     if ambient_state.is_autocast(ambient_state.capture()):  # compiling empties the cache of casts
         return AUTOCAST
     if has_hooks_of_all_modules():  # the guards do not see these

@@ -200,6 +200,7 @@ def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
     call = ended.call
     call.check_strict(refusal.reason, refusal.cause)
     call.log.fallback(refusal.reason)
+    ended.grafted = None
     lineage = lineage_of(ended.dispatcher, call, ended.recorder.call.builder.program())
     return ended.frame(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
 

@@ -5,7 +5,7 @@ NOTE [Known programs]
    follows from its inputs (the layouts of tensors, whether they require gradients and are leaves, and numbers), and
    from the ambient state. Calls that agree in these are of one kind, and the first of a kind is recorded.
 2. `known_program` refuses a program to which this does not apply: an op gave Python a value of a tensor, a size follows
-   from values, or the call read what the key does not show, like autocast's cache.
+   from values, or the call read what the kind does not show, like autocast's cache.
 3. It also refuses programs that write to memory, because a later call would have to watch the memory of saved tensors.
 4. The layout of each tensor that a later call saves is compared with the recorded one. At a difference, which only an
    error in the rules above explains, that call keeps the rest of its activations. The nodes before it have run as
@@ -37,6 +37,7 @@ from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 from backhaul_runtime.torch_internals.storages import storage_key
 
 AUTOCAST = "it runs under autocast, whose casts of weights are shared with other code"
+VALUE_READ = "it reads the value of a tensor in Python"
 CHOICES_SENT = "a worker computes other bits, so its random draws and decisions are sent"
 CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
 
@@ -93,7 +94,7 @@ def known_program(
     if any(id(tensor) not in positions for tensor in sources.tensors):
         raise Refusal("it reads a tensor that is no input of the captured graph")
     if recorder.call.values_given != values_read:
-        raise Refusal("it reads the value of a tensor in Python")
+        raise Refusal(VALUE_READ)
     if any(map(is_autocast, program.ambient_states)) or program.casts:
         raise Refusal(AUTOCAST)
     if program.functions or program.types:
@@ -137,7 +138,7 @@ def _drawn_from(recording: Recording) -> torch.device | None:
     """Returns the device whose default generator a call has drawn from. Raises Refusal if there may be two."""
     if not recording.generator_states:
         return None
-    if recording.computes_on_host and recording.accelerators:
+    if len(recording.accelerators) + recording.computes_on_host > 1:
         raise Refusal("it draws random numbers, and computes on two devices")
     if recording.accelerators:
         return next(iter(recording.accelerators))

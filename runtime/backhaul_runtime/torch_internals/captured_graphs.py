@@ -140,7 +140,7 @@ def in_one_graph(
 ) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
     """Returns a compiled function that calls a function with these arguments.
 
-    Its calls raise one of `compile_errors` before anything has run, if torch.compile cannot capture them whole.
+    If torch.compile cannot capture a call whole, that raises before anything has run. `why_not_captured` explains it.
 
     Args:
         key: Functions with the same key share compiled graphs, and torch's limit of recompilations.
