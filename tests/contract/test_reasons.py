@@ -24,7 +24,7 @@ CALLS = {
     "Local",
     "KeepInside",
     "_noting",
-    "_keeping",
+    "_note_activations",
 }
 """Functions, methods and classes whose first argument is a reason."""
 VARIABLES = {"local_reason", "inside_reason", "obstacle", "other"}
@@ -48,6 +48,7 @@ FUNCTIONS = {
     "_note",
     "why_not_captured",
     "_why_not_now",
+    "_why_unsuited",
 }
 """Functions that return a reason, alone or in a tuple."""
 TABLES = {"_MEANINGS"}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from backhaul import Session
 from backhaul_runtime.program.custom.names import names
@@ -54,3 +55,11 @@ def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
         return session.checkpoint(with_mark, *args, **kwargs)
 
     return call
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch.compile has compiled does not reach another test."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -81,6 +81,17 @@ class KnownSegment:
         return next(self._calls) % CHECKED_CALLS == CHECKED_CALLS - 1
 
 
+class FirstProgram(NamedTuple):
+    """What the function itself has run in the first call of a kind. A second call has to run the same."""
+
+    program: Program
+
+
+Learned = KnownSegment | FirstProgram | Program | str
+"""What is known of calls of a kind: the segment that they are, what their function has run in one call, or in two, or
+why each has to be recorded."""
+
+
 class CapturedGraph:
     """A graph that torch.compile has captured, with what is known of its calls. Threads may share it.
 
@@ -95,8 +106,7 @@ class CapturedGraph:
         self, forward: Callable[..., Any], name: str, arguments: Sequence[int], numbers: Mapping[int, int]
     ) -> None:
         self.name, self.arguments, self._forward, self._numbers = name, arguments, forward, numbers
-        self._once: dict[Hashable, Program] = {}
-        self._learned: dict[Hashable, tuple[CallKind, KnownSegment | Program | str | None]] = {}
+        self._learned: dict[Hashable, tuple[CallKind, Learned]] = {}
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it."""
@@ -130,32 +140,26 @@ class CapturedGraph:
             return "two of its inputs are the same tensor"
         return CallKind(tuple(key), layouts)
 
-    def learned(self, kind: CallKind) -> KnownSegment | Program | str | None:
-        """Returns what is known of calls of a kind; None if that is nothing.
-
-        That is the segment that the next call runs, or the program that the function ran in two calls before the graph
-        did, or the reason why each call has to be recorded.
-        """
-        _, learned = self._learned.get(kind.key, (kind, None))
-        return learned
+    def learned(self, kind: CallKind) -> Learned | None:
+        """Returns what is known of calls of a kind; None if that is nothing."""
+        known = self._learned.get(kind.key)
+        return None if known is None else known[1]
 
     def learn_function(self, kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int) -> str:
         """Learns from a recorded call of the function that the graph was captured from. As `learn`."""
 
-        def learn() -> KnownSegment | Program | None:
+        def learn() -> Learned:
             program = _known_program(kind, inputs, ended, values_read=0).program
-            before = self.learned(kind)
-            if isinstance(before, KnownSegment):
-                if not _is_same(before, program):
-                    raise Refusal(OTHER_OPS)
-                return before
-            once = self._once.pop(kind.key, None)
-            if once is None:
-                self._once[kind.key] = program
-                return None
-            if not is_same_program(once, program):
-                raise Refusal("its ops change from call to call")
-            return program
+            match self.learned(kind):
+                case KnownSegment() as segment:
+                    if not _is_same(segment, program):
+                        raise Refusal(OTHER_OPS)
+                    return segment
+                case FirstProgram(before):
+                    if not is_same_program(before, program):
+                        raise Refusal("its ops change from call to call")
+                    return program
+            return FirstProgram(program)
 
         return self._note(kind, learn)
 
@@ -185,7 +189,7 @@ class CapturedGraph:
             raise OtherOpsError
         return reason
 
-    def _note(self, kind: CallKind, learn: Callable[[], KnownSegment | Program | None]) -> str:
+    def _note(self, kind: CallKind, learn: Callable[[], Learned]) -> str:
         if len(self._learned) >= MAX_KINDS and kind.key not in self._learned:
             return f"its inputs or settings have changed {MAX_KINDS} times"
         try:

@@ -149,7 +149,7 @@ def run_known(dispatcher: Dispatcher, fn: GraphCall, known: KnownSegment, option
             returned = fn()
     finally:
         nesting.active = False
-        begun.end()
+        call.recording.guarded(begun.end)  # else its error would hide one of the function
     forward = 0.0 if stopwatch is None else call.recording.guarded(stopwatch.stop) or 0.0
     ended = perf_counter()
     frame, result = begun.keep(returned, forward)

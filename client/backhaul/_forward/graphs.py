@@ -41,7 +41,9 @@ from backhaul._forward.checkpoint import (
     run_segment,
     runs_plainly,
 )
+from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
+from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.known_program import AUTOCAST
 from backhaul_runtime.torch_internals import ambient_state
@@ -60,7 +62,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     why_not_captured,
     with_guards_of_hooks,
 )
-from backhaul_runtime.torch_internals.generators import restoring_generators
+from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
 from backhaul_runtime.torch_internals.private import has_hooks_of_all_modules, without_dynamo
 
 _OWN = (
@@ -70,7 +72,7 @@ _OWN = (
 )
 """What a compiled function may lead into, as by a backward inside of it, and what torch.compile must not trace."""
 
-NO_GRAPH = "torch.compile was told to run it as it is"
+NO_GRAPH = "torch.compile has run no graph of it"
 """The reason for a function that is compiled with our backend and has run no graph."""
 
 
@@ -82,16 +84,16 @@ class GraphTarget:
         dispatcher: Gives the segments to workers.
         options: The options of the call.
         name: The name of the function, for reports; empty: that which torch.compile knows.
-        graphs: The number of graphs that have run.
-        is_whole: Whether Backhaul compiles the function itself, so that only one graph runs, and only a proven one.
+        graph_count: The number of graphs that have run.
+        compiles_itself: Whether Backhaul compiles the function, so that only one graph runs, and only a proven one.
         compiling: The settings that torch.compile has during the call, if it compiles.
     """
 
     dispatcher: Dispatcher
     options: Options
     name: str = ""
-    graphs: int = 0
-    is_whole: bool = False
+    graph_count: int = 0
+    compiles_itself: bool = False
     compiling: ExitStack = field(default_factory=ExitStack)
 
 
@@ -118,8 +120,8 @@ def keep_own_code_out() -> None:
     keep_out(*_OWN)
 
 
-class _NotKnownError(Exception):
-    """A graph has to be compared with its function, which runs instead.
+class _FunctionNeededError(Exception):
+    """The function that a graph was captured from has to run in its place.
 
     Attributes:
         learn: Learns from the call of the function.
@@ -141,15 +143,17 @@ def compile_graph(
         default: Returns the target of a call outside `Graphs.call`; None to run the graph without one.
     """
     keep_own_code_out()
-    name = (_present.target.name if _present.target is not None else "") or name_of_compiled()
-    if operator := why_no_list_of_calls(module):
-        return _keeping(f"the graph holds {operator}", compile_for_autograd(module, examples), name, default)
-    graph = CapturedGraph(
-        forward_of_graph(module),
-        name,
-        arguments_of_graph(module),
-        numbers_of_graph(module),
-    )
+    name = "" if _present.target is None else _present.target.name
+    try:
+        name = name or name_of_compiled()
+        reason = _why_unsuited(module)
+        graph = CapturedGraph(forward_of_graph(module), name, arguments_of_graph(module), numbers_of_graph(module))
+    except Exception as error:  # no variable may refer to it: its traceback refers to the variables
+        reason = Refusal.of(error).reason
+    if reason and _present.target is not None and _present.target.compiles_itself:
+        raise _UnsuitedError(reason)
+    if reason:
+        return _keeping(reason, compile_for_autograd(module, examples), name or "compiled graph", default)
 
     def run(*inputs: Any) -> Any:
         target = _present.target or default()
@@ -158,11 +162,11 @@ def compile_graph(
         call = GraphCall(graph, inputs)
         kind = kind_of_call(target.dispatcher, call, target.options)
         learned = kind if isinstance(kind, str) else graph.learned(kind)
-        if isinstance(learned, KnownSegment) and not (target.is_whole and learned.is_due()):  # Rule 6
-            target.graphs += 1
+        if isinstance(learned, KnownSegment) and not (target.compiles_itself and learned.is_due()):  # Rule 6
+            target.graph_count += 1
             return run_known(target.dispatcher, call, learned, target.options)
         expected = learned if isinstance(learned, Program) else None
-        needs_function = target.is_whole and expected is None  # Rule 5
+        needs_function = target.compiles_itself and expected is None  # Rule 5
         if isinstance(kind, str) or isinstance(learned, str):
             learn = _noting(str(learned))
         elif needs_function:
@@ -170,9 +174,9 @@ def compile_graph(
         else:
             learn = partial(graph.learn, kind, inputs, expected)
         if needs_function:
-            raise _NotKnownError(learn)
-        target.graphs += 1
-        restore = None if expected is None else restoring_generators()
+            raise _FunctionNeededError(learn)
+        target.graph_count += 1
+        restore = None if expected is None else restoring(generators_in_use())
         try:
             return run_segment(target.dispatcher, call, tuple(call.arguments), {}, target.options, learn)
         except OtherOpsError:
@@ -181,6 +185,12 @@ def compile_graph(
             raise
 
     return run
+
+
+def _why_unsuited(module: fx.GraphModule) -> str:
+    """Returns why a graph must not run as it is; empty if it may."""
+    operator = why_no_list_of_calls(module)
+    return f"the graph holds {operator}" if operator else ""
 
 
 def _keeping(
@@ -193,13 +203,16 @@ def _keeping(
         if target is not None and not nesting.active and not runs_plainly():
             if target.options.strict:
                 raise not_remote(name, reason)
-            target.graphs += 1
-            log = target.dispatcher.journal.log(name)
-            log.call()
-            log.kept(reason)
+            target.graph_count += 1
+            _note_activations(reason, target.dispatcher, name)
         return compiled(*inputs)
 
     return run
+
+
+def _note_activations(reason: str, dispatcher: Dispatcher, name: str) -> None:
+    """Counts a call whose activations stay on the trainer."""
+    CallLog(dispatcher.journal.log(name), dispatcher.telemetry).kept(reason)
 
 
 class Graphs:
@@ -248,10 +261,8 @@ class Graphs:
         """Runs a function that the user has compiled with our backend."""
         with _running(target := GraphTarget(self._dispatcher, options)):
             returned = function(*args, **kwargs)
-        if not target.graphs:
-            log = self._dispatcher.journal.log(name_of(getattr(function, "_orig_mod", function)))
-            log.call()
-            log.kept(NO_GRAPH)
+        if not target.graph_count:
+            _note_activations(NO_GRAPH, self._dispatcher, name_of(getattr(function, "_orig_mod", function)))
         return returned
 
     def _compiling(
@@ -259,16 +270,16 @@ class Graphs:
     ) -> Any:
         """Compiles a function, or runs what was compiled of it before. Records a call that cannot be captured whole."""
         key, name = key_of(function), name_of(function)
-        target = GraphTarget(self._dispatcher, options, name, is_whole=True)
+        target = GraphTarget(self._dispatcher, options, name, compiles_itself=True)
         try:
             with _running(target), target.compiling:
                 return in_one_graph(key, compile_here)(function, args, kwargs)
-        except _NotKnownError as not_known:
+        except _FunctionNeededError as not_known:
             learn = not_known.learn
         except OtherOpsError:
             learn = _noting(OTHER_OPS)
         except Exception as error:  # torch.compile raises what it finds in the function, and errors of its own
-            if target.graphs:
+            if target.graph_count:
                 raise
             reason, is_final = why_not_captured(error)
             learn = _noting(reason)
@@ -296,8 +307,6 @@ def _noting(reason: str) -> Learn:
 def compile_here(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """The backend of functions that Backhaul compiles itself."""
     assert _present.target is not None
-    if operator := why_no_list_of_calls(module):
-        raise _UnsuitedError(f"it holds {operator}")
     if draws_in_python(module):
         raise _UnsuitedError("it draws random numbers in Python")  # the call would draw them, and its function again
     _present.target.compiling.enter_context(with_guards_of_hooks())

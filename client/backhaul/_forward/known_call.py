@@ -99,20 +99,26 @@ class BegunKnownCall:
         return handle
 
     def end(self) -> None:
-        """Drops what belongs to the running call."""
+        """Drops what belongs to the running call. If it has saved too few tensors, keeps those of the last node."""
         self._has_ended = True
         self.table.end_call()
-        saved = self.call.recording.saved
-        if len(saved) < len(self._segment.known.saved):
-            # A replay runs nodes as a whole, so of the one that saved other tensors all of them are kept.
+        saved, saving_nodes = self.call.recording.saved, self._segment.known.saving_nodes
+        if len(saved) < len(saving_nodes):
             self.call.recording.refuse("it saved fewer tensors than the recorded call of the same kind")
-            del saved[len(saved) - len(self._of_this_node) :]
+            # A replay runs nodes as a whole. So what counts as recorded ends before the node that saved last.
+            del saved[saving_nodes.index(self._node) if self._node else 0 :]
             for handle, tensor in self._of_this_node:
                 handle.kept = _keep(tensor)
         self._of_this_node = []
 
     def keep(self, returned: Sequence[Any], forward: Duration) -> tuple[Frame, Any]:
-        """Grafts the segment. Returns its frame and what the caller gets; as `keep.keep` for an unexpected error."""
+        """Grafts the segment. Returns its frame, and what the caller gets.
+
+        After an unexpected error the graph of its inside stays, and the trainer recomputes.
+
+        Raises:
+            NotRemoteError: Under `strict`, after such an error.
+        """
         self._pending.site.forward = forward
         try:
             return self._grafted(returned)

@@ -88,8 +88,8 @@ def known_program(
     """
     recording, sources = recorder.recording, recorder.call.memory.sources
     positions = {id(tensor): position for position, tensor in enumerate(inputs) if tensor is not None}
-    places = [(storage_key(tensor), tensor.storage_offset()) for tensor in inputs if tensor is not None]
-    if len(set(places)) < len(places):
+    starts = [(storage_key(tensor), tensor.storage_offset()) for tensor in inputs if tensor is not None]
+    if len(set(starts)) < len(starts):
         raise Refusal("two of its inputs share memory")
     if any(id(tensor) not in positions for tensor in sources.tensors):
         raise Refusal("it reads a tensor that is no input of the captured graph")
@@ -101,10 +101,12 @@ def known_program(
         raise Refusal("it runs custom functions")
     if recording.has_recorded_choices:
         raise Refusal(CHOICES_SENT)
+    if recorder.call.builder.made_leaves:
+        raise Refusal("it makes a leaf")
     for node in program.nodes:
         op = resolve(node.op)
-        if rules(op).written or recorder.call.builder.made_leaves:
-            raise Refusal(f"{node.op} writes to memory or changes a leaf")
+        if rules(op).written:
+            raise Refusal(f"{node.op} writes to memory")
         if node.op in UNDEFINED_SAVES:
             raise Refusal(f"{node.op} saves memory that it does not write")
         if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
@@ -215,5 +217,9 @@ class KnownCall:
             with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
                 content = self._digests.take(tensor, layout)
         noted = digest_of(saved_digest, layout, content)
-        saved.append(SavedTensor(noted, expected.op, layout, expected.source, expected.offset, expected.is_undefined))
+        saved.append(
+            SavedTensor(
+                noted, expected.op, layout, expected.source, int(tensor.storage_offset()), expected.is_undefined
+            )
+        )
         return self._known.saving_nodes[position]

@@ -53,7 +53,7 @@ from backhaul_runtime.tensors.layout import copy_exact, with_memory
 from backhaul_runtime.tensors.random_projection import read_projections, unread_projections
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
-from backhaul_runtime.torch_internals.generators import default_generator, drawing_device
+from backhaul_runtime.torch_internals.generators import default_generator, drawing_device, restoring
 from backhaul_runtime.torch_internals.graph_entries import (
     with_history_of,
     with_own_history,
@@ -556,11 +556,9 @@ def _last_uses(program: Program) -> dict[int, list[int]]:
 @contextmanager
 def isolated(devices: Sequence[torch.device]) -> Iterator[None]:
     """Restores on exit the default generators of the CPU and of `devices`, and the thread's ambient settings."""
-    generators = [default_generator(device) for device in dict.fromkeys((torch.device("cpu"), *devices))]
-    states = [generator.get_state() for generator in generators]
+    restore = restoring([default_generator(device) for device in dict.fromkeys((torch.device("cpu"), *devices))])
     try:
         with ambient_state.restored():
             yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        restore()

@@ -158,9 +158,8 @@ def _compiled(key: Hashable, backend: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if (
-        not torch.compiler.is_compiling()
-    ):  # torch has skipped the frame, as inside a dispatch mode, and runs it as it is
+    # Here torch has skipped the frame, as inside a dispatch mode, and runs it as it is.
+    if not torch.compiler.is_compiling():
         raise _SkippedError
     return function(*args, **kwargs)
 

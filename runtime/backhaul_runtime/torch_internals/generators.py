@@ -1,7 +1,7 @@
 """Finds the generator that an op draws from, and reads the states of those outside torch."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     raise Refusal(f"random numbers on {device.type}")
 
 
-def restoring_generators() -> Callable[[], None]:
-    """Returns a function that gives the default generators of the CPU and of CUDA devices their present states."""
+def generators_in_use() -> list[torch.Generator]:
+    """Returns the default generators of the CPU and, if CUDA is in use, of all CUDA devices."""
     on_cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
-    states = [(generator, generator.get_state()) for generator in (torch.default_generator, *on_cuda)]
+    return [torch.default_generator, *on_cuda]
+
+
+def restoring(generators: Iterable[torch.Generator]) -> Callable[[], None]:
+    """Returns a function that gives generators the states that they have now."""
+    states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
         for generator, state in states:
