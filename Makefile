@@ -20,7 +20,7 @@ test: $(VENV)/.dev
 test-simulated-gpu: $(VENV)/.dev
 	$(SIMULATED) python -m pytest --numprocesses 2 tests/accelerators
 	TEST_DEVICE=cuda $(SIMULATED) python -m pytest --numprocesses 2 -k 'telemetry or any_number or derivatives or autocast' \
-		$(INTEGRATION_ON_ANY_DEVICE) tests/semantics/test_derivatives.py tests/semantics/test_autocast.py
+		$(INTEGRATION_ON_ANY_DEVICE) $(addprefix tests/semantics/test_,derivatives.py autocast.py compiled_autocast.py)
 
 # Removes each wait for a device in turn: see tests/support/mutations.py.
 mutations: $(VENV)/.dev

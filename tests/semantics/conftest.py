@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -60,6 +61,7 @@ def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """What torch.compile has compiled does not reach another test."""
-    torch._dynamo.reset()
+    with warnings.catch_warnings(action="ignore"):  # with a GPU the first reset imports modules that warn
+        torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -11,6 +11,7 @@ from torch import Tensor
 from backhaul import NotRemoteError
 from backhaul._backward.handles import Handle, HandleTable
 from backhaul._forward import captured_graph, known_call
+from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime import errors
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.record.known_program import CHANGED, KnownCall
@@ -115,6 +116,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "offer a segment": (known_call, "offer"),
     "note a saved tensor": (KnownCall, "note_saved"),
     "make a handle": (HandleTable, "add"),
+    "find the uses": (KnownUses, "of_call"),
     "make a lineage": (known_call, "lineage_of"),
     "graft": (known_call, "graft"),
     "note what was grafted": (known_call, "note_grafted"),

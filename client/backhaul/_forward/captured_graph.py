@@ -6,20 +6,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
-from backhaul._backward.frame import Uses
 from backhaul._dispatch.places import CapturedInputs
 from backhaul._dispatch.prediction import EncodedProgram
 from backhaul._forward.keep import EndedCall
+from backhaul._forward.known_uses import KnownUses, check_casts
 from backhaul._torch_api.fsdp import may_be_freed
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Program, is_same_program
 from backhaul_runtime.record.known_program import VALUE_READ, KnownProgram, known_program
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
-from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, sequence_number
+from backhaul_runtime.torch_internals.autocast_cache import in_region
+from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, is_view
 
 MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
@@ -31,10 +30,12 @@ class CallKind(NamedTuple):
     Attributes:
         key: Equal for calls of one kind as long as `layouts` live.
         layouts: The layout of each tensor among the inputs; None for other inputs.
+        region: The ambient state if the call begins in an autocast region; None outside.
     """
 
     key: Hashable
     layouts: list[Layout | None]
+    region: ambient_state.State | None
 
 
 CHECKED_CALLS = 64
@@ -57,10 +58,7 @@ class KnownSegment:
         kind: The kind that all of these calls have.
         outputs: The positions of the program's outputs among what the graph returns, each at its first one.
         returned: For each value that the graph returns, see `pattern_of`.
-        places: Where the segment's graph takes gradients. Nodes are the sequence numbers that they had in that call.
-        stages: The stages of backward, with the same numbers.
-        output_sequence: The sequence number of the node of the first output in the recorded call.
-        uses: What a frame needs to know of `places`.
+        uses: Where the graphs of calls take gradients.
         packed_bytes: Bytes that autograd saves and that are not kept.
     """
 
@@ -69,10 +67,7 @@ class KnownSegment:
     kind: CallKind
     outputs: tuple[int, ...]
     returned: tuple[int, ...]
-    places: Sequence[Sequence[Use]]
-    stages: Sequence[BackwardStage]
-    output_sequence: int
-    uses: Uses
+    uses: KnownUses
     packed_bytes: int
     _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
 
@@ -116,7 +111,8 @@ class CapturedGraph:
     def kind_of(self, inputs: Sequence[Any]) -> CallKind | str:
         """Returns the kind of a call that begins now, or why it has none."""
         layouts: list[Layout | None] = []
-        key: list[Any] = [ambient_state.capture()]
+        state, is_in_region = ambient_state.capture(), in_region()
+        key: list[Any] = [state, is_in_region]
         tensors = set[int]()
         for position, value in enumerate(inputs):
             if position in self._numbers and isinstance(value, Tensor):
@@ -135,10 +131,10 @@ class CapturedGraph:
                 return "FSDP may free its parameters"
             layouts.append(layout)
             tensors.add(id(value))
-            key.append((id(layout), value.requires_grad, value.is_leaf))
+            key.append((id(layout), value.requires_grad, value.is_leaf, is_view(value)))
         if len(tensors) < len(layouts) - layouts.count(None):
             return "two of its inputs are the same tensor"
-        return CallKind(tuple(key), layouts)
+        return CallKind(tuple(key), layouts, state if is_in_region else None)
 
     def learned(self, kind: CallKind) -> Learned | None:
         """Returns what is known of calls of a kind; None if that is nothing."""
@@ -226,6 +222,8 @@ def _known_program(kind: CallKind, inputs: Sequence[Any], ended: EndedCall, valu
         raise Refusal("the graph of its inside stays on the trainer")
     if ended.recorder.has_new_hooks:
         raise Refusal("it registers a hook")
+    if kind.region is not None:
+        check_casts(ended.grafted[2], kind.region)
     tensors = [None if layout is None else value for value, layout in zip(inputs, kind.layouts, strict=True)]
     return known_program(ended.recorder, ended.grafted[2], tensors, values_read)
 
@@ -237,20 +235,14 @@ def _known_segment(
     assert ended.grafted is not None
     graph_uses, outputs, _, uses = ended.grafted
     returned = [id(value) for value in ended.returned[0]]
-    sequences = {use.node: use.sequence for used in graph_uses.uses for use in used}
+    first_sequence = ended.recorder.call.known.first_sequence
     return KnownSegment(
         known,
         EncodedProgram.of(known.program),
         kind,
         tuple(returned.index(id(output)) for output in outputs),
         pattern_of(ended.returned[0], inputs),
-        [[Use(use.sequence, use.input_index, use.sequence) for use in used] for used in graph_uses.uses],
-        [
-            BackwardStage(stage.outputs, {sequences[node] for node in stage.nodes if node in sequences})
-            for stage in graph_uses.stages
-        ],
-        sequence_number(get_gradient_edge(outputs[0]).node),
-        uses,
+        KnownUses.of_recorded(known.program, uses, graph_uses, outputs, first_sequence),
         packed_bytes,
     )
 

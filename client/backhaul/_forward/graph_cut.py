@@ -1,7 +1,7 @@
 """Decides whether a graft can replace the graph of a checkpointed call, and finds what receives its gradients."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from backhaul_runtime.record.saved_tensors import FUNCTION_SAVES
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
 from backhaul_runtime.torch_internals.graph_uses import (
     BackwardStage,
+    Target,
     Use,
     custom_function,
     find_casts,
@@ -62,22 +63,17 @@ def find_graph_uses(
         raise Refusal(reason)
     if not call.recording.saved:  # a replay would spare no memory, but cost time
         raise Refusal("autograd saves nothing in it")
-    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
-    taking, casts = list(call.memory.sources.tensors), list[int]()
-    # Autocast may share one cast of a weight with segments outside. Gradients have to arrive at this cast, because
-    # autograd adds them up in its dtype and converts the sum once.
-    if call.states.used_autocast:
-        made = find_casts(outputs, targets, call.known.first_sequence)
-        cached = cached_casts([taking[source] for source in made])
-        for (source, edges_of_cast), cast in zip(made.items(), cached, strict=True):
-            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in edges_of_cast:
-                targets[cast.grad_fn, cast.output_nr] = len(taking)
-                taking.append(cast)
-                casts.append(source)
-    uses = find_uses(outputs, targets, call.known.first_sequence, len(taking), call.known.function_nodes)
+    used = _used(
+        outputs,
+        call.memory.sources.tensors,
+        edges,
+        call.known.first_sequence,
+        call.known.function_nodes,
+        used_autocast=call.states.used_autocast,
+    )
     if any(output.grad_fn is None for output in outputs):  # a leaf, whose gradient belongs into its own .grad
         raise Refusal("it returns a tensor whose requires_grad it turned on")
-    if not any(uses[: len(taking)]):  # the outputs of a graft without inputs would take none
+    if not any(used.uses[: len(used.taking)]):  # the outputs of a graft without inputs would take none
         raise Refusal("no gradient leaves it through what it returns")
     if call.memory.sources.rewrites_autograd():  # a source then leads into the inside, which a graft removes
         raise Refusal("it changes what tensors from outside depend on")
@@ -90,7 +86,62 @@ def find_graph_uses(
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )
-    return GraphUses(taking, tuple(casts), uses, find_stages(outputs, targets, uses))
+    return used.in_stages(outputs)
+
+
+def uses_of_known(
+    outputs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    edges: Sequence[GradientEdge | None],
+    first_sequence: int,
+) -> GraphUses:
+    """Returns what receives gradients from a call of a known program that ran under autocast, as `find_graph_uses`.
+
+    Args:
+        outputs: The outputs of the program.
+        sources: The caller's object behind each source.
+        edges: Where gradients of the sources arrive.
+        first_sequence: The number of the first autograd node that the call could make.
+    """
+    return _used(outputs, sources, edges, first_sequence, frozenset(), used_autocast=True).in_stages(outputs)
+
+
+class _Used(NamedTuple):
+    """As `GraphUses`, with the targets of sources and casts in the place of the stages."""
+
+    taking: list[Tensor]
+    casts: list[int]
+    uses: list[list[Use]]
+    targets: dict[Target, int]
+
+    def in_stages(self, outputs: Sequence[Tensor]) -> GraphUses:
+        stages = find_stages(outputs, self.targets, self.uses)
+        return GraphUses(self.taking, tuple(self.casts), self.uses, stages)
+
+
+def _used(
+    outputs: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    edges: Sequence[GradientEdge | None],
+    first_sequence: int,
+    function_nodes: Set[type],
+    *,
+    used_autocast: bool,
+) -> _Used:
+    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
+    taking, casts = list(sources), list[int]()
+    # Autocast may share one cast of a weight with segments outside. Gradients have to arrive at this cast, because
+    # autograd adds them up in its dtype and converts the sum once.
+    if used_autocast:
+        made = find_casts(outputs, targets, first_sequence)
+        cached = cached_casts([taking[source] for source in made])
+        for (source, edges_of_cast), cast in zip(made.items(), cached, strict=True):
+            if cast is not None and cast.grad_fn is not None and (cast.grad_fn, cast.output_nr) in edges_of_cast:
+                targets[cast.grad_fn, cast.output_nr] = len(taking)
+                taking.append(cast)
+                casts.append(source)
+    uses = find_uses(outputs, targets, first_sequence, len(taking), function_nodes)
+    return _Used(taking, casts, uses, targets)
 
 
 def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:

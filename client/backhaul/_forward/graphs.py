@@ -45,8 +45,6 @@ from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.record.known_program import AUTOCAST
-from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.captured_graphs import (
     arguments_of_graph,
     backend_of,
@@ -142,7 +140,6 @@ def compile_graph(
         examples: Examples of the graph's inputs.
         default: Returns the target of a call outside `Graphs.call`; None to run the graph without one.
     """
-    keep_own_code_out()
     name = "" if _present.target is None else _present.target.name
     try:
         name = name or name_of_compiled()
@@ -269,6 +266,7 @@ class Graphs:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
         """Compiles a function, or runs what was compiled of it before. Records a call that cannot be captured whole."""
+        keep_own_code_out()
         key, name = key_of(function), name_of(function)
         target = GraphTarget(self._dispatcher, options, name, compiles_itself=True)
         try:
@@ -292,8 +290,6 @@ def _why_not_now() -> str:
     """Returns why a call cannot be compiled or run as a graph whatever its function is; empty if it can."""
     if is_capturing():
         return CAPTURED
-    if ambient_state.is_autocast(ambient_state.capture()):  # compiling empties the cache of casts
-        return AUTOCAST
     if has_hooks_of_all_modules():  # the guards do not see these
         return "hooks that run for all modules are registered"
     return ""

@@ -23,6 +23,7 @@ from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.stopwatch import device_of_work
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
+    next_sequence_number,
     pop_saved_tensor_hooks,
     sequence_number,
     version_of,
@@ -68,12 +69,13 @@ class BegunKnownCall:
         self.table = HandleTable(self.call, self._so_far)
         taken = zip(self._sources, recording.sources, strict=True)
         self._edges = [get_gradient_edge(t) if t.requires_grad and source.is_copy else None for t, source in taken]
-        self._predecessors = predecessors_of(self._edges, segment.uses)
+        self._predecessors = predecessors_of(self._edges, segment.uses.of_frame)
         self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
-        recorded = RecordedSegment(self.call, known.program, self._sources, segment.uses, self._predecessors)
+        recorded = RecordedSegment(self.call, known.program, self._sources, segment.uses.of_frame, self._predecessors)
         self._remote, self._program, self._local_reason = offer(dispatcher, recorded, self._pending, None)
         self._has_ended = False
         self._node, self._of_this_node = 0, list[tuple[Handle, Tensor]]()
+        self._first_sequence = next_sequence_number()
 
     def _so_far(self) -> Any:
         return self._segment.known.up_to(len(self.call.recording.saved))
@@ -132,14 +134,14 @@ class BegunKnownCall:
             raise Refusal(call.recording.refusal)
         if pattern_of(returned, self._inputs) != segment.returned:
             raise Refusal("it returned the same tensors at other places than the recorded call of the same kind")
+        graph, casts = segment.uses.of_call(outputs, self._sources, self._first_sequence)
         lineage = lineage_of(self._dispatcher, call, self._program)
         note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)
-        frame = self._frame(lineage=lineage, uses=segment.uses)
+        frame = self._frame(lineage=lineage, uses=segment.uses.of_frame)
         if self._remote is not None:
             call.log.taken("")
-        # Each call of the kind makes the same nodes in the same order.
-        later = sequence_number(get_gradient_edge(outputs[0]).node) - segment.output_sequence
-        grafted = graft(frame, outputs, self._sources, segment.places, segment.stages, later)
+        later = sequence_number(get_gradient_edge(outputs[0]).node) - graph.output_sequence
+        grafted = graft(frame, outputs, [*self._sources, *casts], graph.uses, graph.stages, later)
         note_grafted(frame, grafted, self._sources, self._predecessors)
         grafted_at = dict(zip(segment.outputs, grafted, strict=True))
         value = [grafted_at.get(first, one) for first, one in zip(segment.returned, returned, strict=True)]

@@ -5,7 +5,7 @@ NOTE [Known programs]
    follows from its inputs (the layouts of tensors, whether they require gradients and are leaves, and numbers), and
    from the ambient state. Calls that agree in these are of one kind, and the first of a kind is recorded.
 2. `known_program` refuses a program to which this does not apply: an op gave Python a value of a tensor, a size follows
-   from values, or the call read what the kind does not show, like autocast's cache.
+   from values, or the call read what the kind does not show.
 3. It also refuses programs that write to memory, because a later call would have to watch the memory of saved tensors.
 4. The layout of each tensor that a later call saves is compared with the recorded one. At a difference, which only an
    error in the rules above explains, that call keeps the rest of its activations. The nodes before it have run as
@@ -32,11 +32,11 @@ from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, dig
 from backhaul_runtime.tensors.digest import saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
+from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
 from backhaul_runtime.torch_internals.generators import default_generator
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 from backhaul_runtime.torch_internals.storages import storage_key
 
-AUTOCAST = "it runs under autocast, whose casts of weights are shared with other code"
 VALUE_READ = "it reads the value of a tensor in Python"
 CHOICES_SENT = "a worker computes other bits, so its random draws and decisions are sent"
 CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
@@ -55,6 +55,7 @@ class KnownProgram:
         draws_on: The device whose default generator all draws use; None if nothing draws.
         computes_on_host: Whether an op returns a tensor on the CPU.
         accelerators: The CUDA devices of sources and results, as in `Recording`.
+        is_cast: Whether an op runs under autocast.
     """
 
     program: Program
@@ -65,6 +66,7 @@ class KnownProgram:
     draws_on: torch.device | None
     computes_on_host: bool
     accelerators: tuple[torch.device, ...]
+    is_cast: bool
 
     def up_to(self, saved_count: int) -> Program:
         """Returns the part of the program that saves its first tensors."""
@@ -95,8 +97,6 @@ def known_program(
         raise Refusal("it reads a tensor that is no input of the captured graph")
     if recorder.call.values_given != values_read:
         raise Refusal(VALUE_READ)
-    if any(map(is_autocast, program.ambient_states)) or program.casts:
-        raise Refusal(AUTOCAST)
     if program.functions or program.types:
         raise Refusal("it runs custom functions")
     if recording.has_recorded_choices:
@@ -122,6 +122,7 @@ def known_program(
         _drawn_from(recording),
         recording.computes_on_host,
         tuple(recording.accelerators),
+        any(map(is_autocast, program.ambient_states)),
     )
 
 
@@ -160,6 +161,9 @@ class KnownCall:
         make_copy: Makes the copies of them.
         fixed: Digests of parameters that do not change during the call; None to compute all digests.
 
+    Raises:
+        Refusal: Autocast would not cast one of the inputs anew.
+
     Attributes:
         recording: The recording. Sources and the generator's state are complete, saved tensors are added.
     """
@@ -189,6 +193,8 @@ class KnownCall:
                     fixing.fix(tensor, layout, content)
             self._contents.append(content)
             address = digest_of(tensor_address, layout, content)
+            if known.is_cast and CASTS.has_stale_cast(tensor, address):
+                raise Refusal(STALE_CAST)
             self.recording.sources.append(recorded_source(tensor, layout, address, make_copy, is_argument=is_argument))
         if known.draws_on is not None:
             state = default_generator(known.draws_on).get_state().numpy().tobytes()

@@ -15,7 +15,7 @@ from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.tensors.deferred_digest import digest_of
 from backhaul_runtime.tensors.digest import tensor_address
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.torch_internals.autocast_cache import CASTS
+from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
 from backhaul_runtime.torch_internals.graph_uses import is_custom, is_module_hook, name_of
 from backhaul_runtime.torch_internals.private import (
     WeakTensorRef,
@@ -143,9 +143,7 @@ class KnownTensors:
             self._memory.contents.fix(tensor, layout, content)
         address = digest_of(tensor_address, layout, content)
         if CASTS.has_stale_cast(tensor, address):
-            raise Refusal(
-                "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
-            )
+            raise Refusal(STALE_CAST)
         index = self._memory.sources.alias_of(tensor, layout, address)
         if index is None:
             index = self._memory.sources.add(tensor, layout, address, is_part=is_part)

@@ -83,6 +83,18 @@ def is_autocast(state: State) -> bool:
     return any(state[position] for position in _autocast_switches() if position < len(state))
 
 
+@cache
+def _autocast_settings() -> tuple[int, ...]:
+    return tuple(i for i, name in enumerate(settings()) if name.startswith("autocast_"))
+
+
+def casts_alike(state: State, region: State) -> bool:
+    """Whether autocast is off in a state, or on with the settings of the region around it."""
+    return not is_autocast(state) or all(
+        state[position] == region[position] for position in _autocast_settings() if position < len(state)
+    )
+
+
 def with_present_modes(state: State) -> State:
     """Returns the state with `dispatch_mode` as the calling thread has it at present."""
     return from_mapping({**to_mapping(state), "dispatch_mode": dispatch_modes.read()})

@@ -24,6 +24,9 @@ from backhaul_runtime.torch_internals.ambient_state import cleared_casts
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
 from backhaul_runtime.torch_internals.private import WeakTensorRef, identity_of, version_of
 
+STALE_CAST = "autocast's cache holds a cast of a weight from before the weight changed, or of another region's dtype"
+"""The reason for a call that uses a cast which `CastWatch` has found."""
+
 # Autocast applies to it on every device, and it takes three tensors, so one call looks three weights up.
 _OP = torch.ops.aten.addmm.default
 _ARITY = 3
@@ -79,6 +82,8 @@ def cached_casts(weights: Sequence[Tensor]) -> list[Tensor | None]:
     Args:
         weights: Tensors on any devices. Neither the weights nor the cache are changed.
     """
+    if not weights:
+        return []
     casts: dict[int, Tensor] = {}
     with torch.no_grad(), torch._C.DisableTorchFunction(), _dispatching(), _Reader() as reader:
         for device in {weight.device for weight in weights}:
@@ -123,7 +128,7 @@ class CastWatch:
         is_cast = weight.requires_grad and weight.is_leaf and weight.dtype is torch.float32
         if not is_cast or not torch.is_autocast_enabled(weight.device.type):
             return False
-        if _is_nested():  # the outer region's casts stay in the cache, whatever its dtype
+        if _regions() > 1:  # the outer region's casts stay in the cache, whatever its dtype
             (cast,) = cached_casts([weight])
             if cast is not None and cast.dtype is not torch.get_autocast_dtype(weight.device.type):
                 return True
@@ -137,11 +142,15 @@ class CastWatch:
         return is_other and cached_casts([weight])[0] is not None
 
 
-def _is_nested() -> bool:
-    """Whether this thread is in an autocast region that lies inside another one."""
+def in_region() -> bool:
+    """Whether this thread is in an autocast region, also in one where autocast is off."""
+    return _regions() > 0
+
+
+def _regions() -> int:
+    """Returns the number of autocast regions that this thread is in."""
     torch.autocast_increment_nesting()
-    outer_regions = torch.autocast_decrement_nesting() - 1
-    return outer_regions > 0
+    return torch.autocast_decrement_nesting()
 
 
 CASTS = CastWatch()

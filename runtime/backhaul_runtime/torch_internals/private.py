@@ -149,6 +149,10 @@ sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """Returns the position of a node in the order in which its thread made nodes. Backward runs the latest first."""
 
 
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether a tensor is a view for autograd. Autocast caches no casts of views, also where they are leaves."""
+
+
 def set_sequence_number(tensor: Tensor, number: int) -> None:
     """Changes the position of a tensor's `grad_fn` in the order of backward. The tensor must have one."""
     assert tensor.grad_fn is not None
