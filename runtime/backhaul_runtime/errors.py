@@ -16,6 +16,7 @@
     ├── WorkerLostError           the worker did not answer: the connection broke, or it timed out
     └── WorkerError               the worker refused a request, or failed
         ├── BudgetError           the worker's memory budget has no room
+        ├── CompilingError        the worker still compiles the program
         ├── CredentialError       the request has no valid token, or names the session of another credential
         ├── DrainingError         the worker is shutting down and accepts no new work
         ├── LimitError            a request, or a trainer's total on the worker, exceeds a fixed limit
@@ -46,6 +47,7 @@ __all__ = [
     "AddressError",
     "BackhaulError",
     "BudgetError",
+    "CompilingError",
     "ConnectError",
     "CredentialError",
     "DrainingError",
@@ -190,6 +192,12 @@ class BudgetError(WorkerError):
     retry_after_s: float = 0.0
 
 
+class CompilingError(WorkerError):
+    """The worker still compiles the program, which will take about `expected_s` seconds more."""
+
+    expected_s: float = 0.0
+
+
 class CredentialError(WorkerError):
     """The request has no valid token although the worker requires one, or names the session of another credential."""
 
@@ -237,6 +245,7 @@ class TransferError(WorkerError):
 # worker, which sends it as INTERNAL.
 STATUS_NAMES: Mapping[type[BackhaulError], str] = {
     BudgetError: "RESOURCE_EXHAUSTED",
+    CompilingError: "UNAVAILABLE",
     CredentialError: "UNAUTHENTICATED",
     DrainingError: "UNAVAILABLE",
     LimitError: "RESOURCE_EXHAUSTED",

@@ -28,6 +28,7 @@ from backhaul._torch_api.selective import MUTATED
 from backhaul_runtime.errors import (
     BackhaulError,
     BudgetError,
+    CompilingError,
     DrainingError,
     LimitError,
     ReplayError,
@@ -513,7 +514,7 @@ class Frame:
         self.call.log.fallback(
             self.local_reason,
             is_said=isinstance(error, WorkerLostError),
-            is_refusal=isinstance(error, (BudgetError, LimitError, DrainingError)),
+            is_refusal=isinstance(error, (BudgetError, CompilingError, LimitError, DrainingError)),
         )
 
 

@@ -24,6 +24,9 @@ MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
 
 
+TOO_MANY_KINDS = f"its inputs or settings have changed {MAX_KINDS} times"
+
+
 class CallKind(NamedTuple):
     """What decides which ops a graph runs, see NOTE [Known programs].
 
@@ -60,6 +63,7 @@ class KnownSegment:
         returned: For each value that the graph returns, see `pattern_of`.
         uses: Where the graphs of calls take gradients.
         packed_bytes: Bytes that autograd saves and that are not kept.
+        compiled: Runs the compiled program on the graph's inputs; None if the graph runs as it is.
     """
 
     known: KnownProgram
@@ -69,6 +73,7 @@ class KnownSegment:
     returned: tuple[int, ...]
     uses: KnownUses
     packed_bytes: int
+    compiled: Callable[..., Any] | None = None
     _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def is_due(self) -> bool:
@@ -101,6 +106,7 @@ class CapturedGraph:
         self, forward: Callable[..., Any], name: str, arguments: Sequence[int], numbers: Mapping[int, int]
     ) -> None:
         self.name, self.arguments, self._forward, self._numbers = name, arguments, forward, numbers
+        self.values_read = sum(numbers.values())
         self._learned: dict[Hashable, tuple[CallKind, Learned]] = {}
 
     def run(self, inputs: Sequence[Any]) -> Any:
@@ -157,7 +163,7 @@ class CapturedGraph:
                     return program
             return FirstProgram(program)
 
-        return self._note(kind, learn)
+        return self.note(kind, learn)
 
     def learn(
         self, kind: CallKind, inputs: Sequence[Any], expected: Program | None, ended: EndedCall, packed_bytes: int
@@ -176,18 +182,19 @@ class CapturedGraph:
         """
 
         def segment() -> KnownSegment:
-            return _known_segment(kind, inputs, ended, packed_bytes, sum(self._numbers.values()))
+            return _known_segment(kind, inputs, ended, packed_bytes, self.values_read)
 
-        reason = self._note(kind, segment)
+        reason = self.note(kind, segment)
         learned = self.learned(kind)
         if expected is not None and not (isinstance(learned, KnownSegment) and _is_same(learned, expected)):
             self._learned[kind.key] = kind, reason or OTHER_OPS
             raise OtherOpsError
         return reason
 
-    def _note(self, kind: CallKind, learn: Callable[[], Learned]) -> str:
+    def note(self, kind: CallKind, learn: Callable[[], Learned]) -> str:
+        """Notes what `learn` returns of a kind. Returns why later calls have to be recorded, as `learn` does."""
         if len(self._learned) >= MAX_KINDS and kind.key not in self._learned:
-            return f"its inputs or settings have changed {MAX_KINDS} times"
+            return TOO_MANY_KINDS
         try:
             self._learned[kind.key] = kind, learn()
         except Exception as error:  # no variable may refer to it: its traceback refers to the variables
@@ -215,6 +222,15 @@ class GraphCall(CapturedInputs):
     def __call__(self, *arguments: Any) -> Any:
         """Runs the graph."""
         return self.graph.run(self.inputs)
+
+    def run(self, segment: KnownSegment) -> Any:
+        """Runs the graph as calls of the segment's kind run it."""
+        return self() if segment.compiled is None else segment.compiled(*self.inputs)
+
+
+def tensors_of(values: Sequence[Any]) -> list[Tensor]:
+    """Returns the tensors among values."""
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _known_program(kind: CallKind, inputs: Sequence[Any], ended: EndedCall, values_read: int) -> KnownProgram:

@@ -139,14 +139,14 @@ def run_known(dispatcher: Dispatcher, fn: GraphCall, known: KnownSegment, option
     began = perf_counter()
     begun = _begun(dispatcher, fn, options, None, lambda log: BegunKnownCall(dispatcher, fn, known, options, log))
     if begun is None:
-        return fn()
+        return fn.run(known)
     call = begun.call
     call.log.known()
     stopwatch, started = call.recording.guarded(Stopwatch, call.device), perf_counter()
     nesting.active = True
     try:
         with torch.autograd.graph.saved_tensors_hooks(begun.pack, unpack):
-            returned = fn()
+            returned = fn.run(known)
     finally:
         nesting.active = False
         call.recording.guarded(begun.end)  # else its error would hide one of the function

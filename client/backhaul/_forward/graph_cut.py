@@ -78,7 +78,7 @@ def find_graph_uses(
     if call.memory.sources.rewrites_autograd():  # a source then leads into the inside, which a graft removes
         raise Refusal("it changes what tensors from outside depend on")
     # A later write to one of them changes the history of the other, and the grafted output has lost that relation.
-    if _shares_storage(recorder, outputs, tensors):
+    if share_storage(recorder, outputs, tensors):
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
     unreferenced = unreferenced_leaves(outputs, call.known.first_sequence) if call.builder.made_leaves else []
@@ -157,7 +157,7 @@ def why_not_cut(recorder: Recorder, outputs: Sequence[Tensor]) -> str:
     return ""
 
 
-def _shares_storage(recorder: Recorder, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+def share_storage(recorder: Recorder, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
     """Whether any of `outputs` lies in the storage of a source or of another of `tensors`, which include them."""
     counts = Counter(storage_key(tensor) for tensor in tensors)
     keys = [storage_key(output) for output in outputs]

@@ -15,22 +15,34 @@ NOTE [Graphs]
    different programs, the kind is refused too: the graph leaves out what a function keeps from one call to the next, as
    `lru_cache` does.
 6. The guards do not notice each change, such as one of a class. So one in `CHECKED_CALLS` calls runs the function.
+7. With Inductor's kernels the program of each kind is compiled before the first call of the kind runs, so all calls
+   have the same kernels. What is no compiled program keeps its activations: other kernels would give other bits.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from backhaul._backward.checkpointed_call import not_remote
 from backhaul._backward.local_recompute import nesting
 from backhaul._dispatch.dispatcher import Dispatcher
-from backhaul._forward.captured_graph import OTHER_OPS, CapturedGraph, GraphCall, KnownSegment, OtherOpsError
+from backhaul._forward.captured_graph import (
+    OTHER_OPS,
+    TOO_MANY_KINDS,
+    CallKind,
+    CapturedGraph,
+    GraphCall,
+    KnownSegment,
+    Learned,
+    OtherOpsError,
+)
 from backhaul._forward.checkpoint import (
     CAPTURED,
     Learn,
@@ -41,6 +53,7 @@ from backhaul._forward.checkpoint import (
     run_segment,
     runs_plainly,
 )
+from backhaul._forward.compiled_graph import compiled_segment
 from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
 from backhaul_runtime.errors import Refusal
@@ -51,6 +64,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     compile_for_autograd,
     draws_in_python,
     forward_of_graph,
+    in_graphs,
     in_one_graph,
     keep_out,
     key_of,
@@ -61,6 +75,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     with_guards_of_hooks,
 )
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
+from backhaul_runtime.torch_internals.inductor import compile_for_training, is_symbolic
 from backhaul_runtime.torch_internals.private import has_hooks_of_all_modules, without_dynamo
 
 _OWN = (
@@ -69,6 +84,8 @@ _OWN = (
     "backhaul_runtime",
 )
 """What a compiled function may lead into, as by a backward inside of it, and what torch.compile must not trace."""
+
+Kernels = Literal["eager", "inductor"]
 
 NO_GRAPH = "torch.compile has run no graph of it"
 """The reason for a function that is compiled with our backend and has run no graph."""
@@ -131,7 +148,10 @@ class _FunctionNeededError(Exception):
 
 
 def compile_graph(
-    module: fx.GraphModule, examples: list[Any], default: Callable[[], GraphTarget | None]
+    module: fx.GraphModule,
+    examples: list[Any],
+    default: Callable[[], GraphTarget | None],
+    kernels: Kernels = "eager",
 ) -> Callable[..., Any]:
     """Returns what torch.compile calls in the place of a graph that it has captured.
 
@@ -139,7 +159,9 @@ def compile_graph(
         module: The graph as torch.compile has captured it.
         examples: Examples of the graph's inputs.
         default: Returns the target of a call outside `Graphs.call`; None to run the graph without one.
+        kernels: Whose kernels the graph runs.
     """
+    plain = compile_for_autograd if kernels == "eager" else compile_for_training
     name = "" if _present.target is None else _present.target.name
     try:
         name = name or name_of_compiled()
@@ -150,7 +172,9 @@ def compile_graph(
     if reason and _present.target is not None and _present.target.compiles_itself:
         raise _UnsuitedError(reason)
     if reason:
-        return _keeping(reason, compile_for_autograd(module, examples), name or "compiled graph", default)
+        return _keeping(reason, plain(module, examples), name or "compiled graph", default)
+    if kernels == "inductor":
+        return _compiling_kinds(graph, _plainly(module, examples), default)
 
     def run(*inputs: Any) -> Any:
         target = _present.target or default()
@@ -184,6 +208,54 @@ def compile_graph(
     return run
 
 
+def _compiling_kinds(
+    graph: CapturedGraph, plain: Callable[..., Any], default: Callable[[], GraphTarget | None]
+) -> Callable[..., Any]:
+    """Returns a function that runs a graph with Inductor's kernels: rule 7."""
+    lock = threading.Lock()
+
+    def run(*inputs: Any) -> Any:
+        target = _present.target or default()
+        if target is None or nesting.active or runs_plainly():
+            return plain(*inputs)
+        target.graph_count += 1
+        call = GraphCall(graph, inputs)
+        kind = kind_of_call(target.dispatcher, call, target.options)
+        learned: Learned | CallKind = kind
+        if isinstance(kind, CallKind):
+            with lock:
+                if graph.learned(kind) is None:
+                    graph.note(kind, partial(compiled_segment, graph, kind, inputs))
+                learned = graph.learned(kind) or TOO_MANY_KINDS
+        if isinstance(learned, KnownSegment):
+            return run_known(target.dispatcher, call, learned, target.options)
+        _keep_activations(target, graph.name, str(learned))
+        return plain(*inputs)
+
+    return run
+
+
+def _plainly(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """Returns a function that runs a graph as torch's backend "inductor" does, and compiles it when first needed."""
+    if not torch.is_grad_enabled() or any(not isinstance(e, Tensor) or is_symbolic(e) for e in examples):
+        return compile_for_training(module, examples)  # later inputs do not show which sizes vary
+    made: list[Callable[..., Any]] = []
+
+    def run(*inputs: Any) -> Any:
+        if not made:
+            made.append(compile_for_training(copy.deepcopy(module), inputs))
+        return made[0](*inputs)
+
+    return run
+
+
+def _keep_activations(target: GraphTarget, name: str, reason: str) -> None:
+    """Counts a call whose activations stay on the trainer. Raises NotRemoteError under `strict`."""
+    if target.options.strict:
+        raise not_remote(name, reason)
+    CallLog(target.dispatcher.journal.log(name), target.dispatcher.telemetry).kept(reason)
+
+
 def _why_unsuited(module: fx.GraphModule) -> str:
     """Returns why a graph must not run as it is; empty if it may."""
     operator = why_no_list_of_calls(module)
@@ -198,18 +270,11 @@ def _keeping(
     def run(*inputs: Any) -> Any:
         target = _present.target or default()
         if target is not None and not nesting.active and not runs_plainly():
-            if target.options.strict:
-                raise not_remote(name, reason)
             target.graph_count += 1
-            _note_activations(reason, target.dispatcher, name)
+            _keep_activations(target, name, reason)
         return compiled(*inputs)
 
     return run
-
-
-def _note_activations(reason: str, dispatcher: Dispatcher, name: str) -> None:
-    """Counts a call whose activations stay on the trainer."""
-    CallLog(dispatcher.journal.log(name), dispatcher.telemetry).kept(reason)
 
 
 class Graphs:
@@ -245,21 +310,24 @@ class Graphs:
     ) -> Any:
         if options.may_be_known and not nesting.active and not runs_plainly():
             if getattr(backend_of(function), "makes_segments", False):
-                return self._compiled(function, args, kwargs, options)
+                name = name_of(getattr(function, "_orig_mod", function))
+                return self._compiled(name, partial(function, *args, **kwargs), options)
+            if options.graphs == "inductor":
+                run = partial(in_graphs(key_of(function), compile_by_inductor), function, args, kwargs)
+                return self._compiled(name_of(function), run, options)
             if options.graphs == "eager" and key_of(function) not in self._refused:
                 if reason := _why_not_now():
                     return run_segment(self._dispatcher, function, args, kwargs, options, _noting(reason))
                 return self._compiling(function, args, kwargs, options)
         return run_segment(self._dispatcher, function, args, kwargs, options)
 
-    def _compiled(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-    ) -> Any:
-        """Runs a function that the user has compiled with our backend."""
-        with _running(target := GraphTarget(self._dispatcher, options)):
-            returned = function(*args, **kwargs)
+    def _compiled(self, name: str, run: Callable[[], Any], options: Options) -> Any:
+        """Runs a function that is compiled with our backend."""
+        target = GraphTarget(self._dispatcher, options)
+        with _running(target), target.compiling:
+            returned = run()
         if not target.graph_count:
-            _note_activations(NO_GRAPH, self._dispatcher, name_of(getattr(function, "_orig_mod", function)))
+            CallLog(self._dispatcher.journal.log(name), self._dispatcher.telemetry).kept(NO_GRAPH)
         return returned
 
     def _compiling(
@@ -298,6 +366,13 @@ def _why_not_now() -> str:
 def _noting(reason: str) -> Learn:
     """Returns a function that learns nothing from a call but why it was recorded."""
     return lambda *_: reason
+
+
+def compile_by_inductor(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """The backend of functions that Backhaul compiles with Inductor's kernels."""
+    assert _present.target is not None
+    _present.target.compiling.enter_context(with_guards_of_hooks())
+    return compile_graph(module, examples, lambda: None, "inductor")
 
 
 def compile_here(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:

@@ -97,16 +97,23 @@ class KnownUses:
         Raises:
             Refusal: The cache holds a cast without a history.
         """
-        graph = _numbered(graph_uses, outputs)
         if not any(map(ambient_state.is_autocast, program.ambient_states)):
-            known = cls(program, of_frame, None)
-            known._graphs[()] = graph
-            return known
+            return cls.of_only_graph(program, of_frame, graph_uses, outputs)
+        graph = _numbered(graph_uses, outputs)
         sources = graph_uses.tensors[: len(program.sources)]
         watched = tuple(index for index, cast in enumerate(cached_casts(sources)) if cast is not None)
         known = cls(program, of_frame, watched)
         pattern, _ = known._pattern(sources, graph.output_sequence, first_sequence)
         known._graphs[pattern] = graph
+        return known
+
+    @classmethod
+    def of_only_graph(
+        cls, program: Program, of_frame: Uses, graph_uses: GraphUses, outputs: Sequence[Tensor]
+    ) -> "KnownUses":
+        """Returns what a call shows that shares no casts with other code, with arguments as `of_recorded`."""
+        known = cls(program, of_frame, None)
+        known._graphs[()] = _numbered(graph_uses, outputs)
         return known
 
     def of_call(

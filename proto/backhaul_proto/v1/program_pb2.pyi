@@ -5,6 +5,7 @@ Every request and response ends with `checksum`, the xxh3_64 of all bytes before
 refused: see NOTE [Seal] in backhaul_runtime.sealing.
 """
 
+from backhaul_proto.v1 import tensor_pb2 as _tensor_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -38,6 +39,7 @@ class Program(_message.Message):
     SAVED_BYTES_FIELD_NUMBER: _builtins.int
     CASTS_FIELD_NUMBER: _builtins.int
     TYPES_FIELD_NUMBER: _builtins.int
+    COMPILATION_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     saved_count: _builtins.int
     """Tensors that autograd saves while the program runs, and the bytes of their distinct storages that no node declares."""
@@ -66,6 +68,10 @@ class Program(_message.Message):
     def types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """"module:name" of the types of objects among the arguments, each once."""
 
+    @_builtins.property
+    def compilation(self) -> Global___Compilation:
+        """Absent for a program whose ops run one by one."""
+
     def __init__(
         self,
         *,
@@ -79,14 +85,65 @@ class Program(_message.Message):
         saved_bytes: _builtins.int = ...,
         casts: _abc.Iterable[_builtins.int] | None = ...,
         types: _abc.Iterable[_builtins.str] | None = ...,
+        compilation: Global___Compilation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compilation", b"compilation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_states", b"ambient_states", "casts", b"casts", "format", b"format", "nodes", b"nodes", "ops", b"ops", "outputs", b"outputs", "saved_bytes", b"saved_bytes", "saved_count", b"saved_count", "sources", b"sources", "types", b"types"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_states", b"ambient_states", "casts", b"casts", "compilation", b"compilation", "format", b"format", "nodes", b"nodes", "ops", b"ops", "outputs", b"outputs", "saved_bytes", b"saved_bytes", "saved_count", b"saved_count", "sources", b"sources", "types", b"types"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Program: _TypeAlias = Program  # noqa: Y015
+
+@_typing.final
+class Compilation(_message.Message):
+    """A program with this runs as a whole, compiled by the worker itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class FactsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_tensor_pb2.TensorSpec]:
+        """The layouts of the program's sources."""
+
+    @_builtins.property
+    def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """What the trainer's compiled kernels depend on beside its fingerprint, by name."""
+
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[_tensor_pb2.TensorSpec] | None = ...,
+        facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Compilation: _TypeAlias = Compilation  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):

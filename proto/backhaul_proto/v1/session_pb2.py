@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/session.proto\x12\x11\x62\x61\x63khaul_proto.v1\"w\n\x12OpenSessionRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"\xfc\x02\n\x13OpenSessionResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eworker_version\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04\x12L\n\x0b\x66ingerprint\x18\x06 \x03(\x0b\x32\x37.backhaul_proto.v1.OpenSessionResponse.FingerprintEntry\x12\x0f\n\x07\x63lock_s\x18\x07 \x01(\x01\x12\x13\n\x0bmemory_path\x18\x08 \x01(\t\x12\x13\n\x0bsocket_path\x18\t \x01(\t\x12+\n\x07\x61llowed\x18\n \x01(\x0b\x32\x1a.backhaul_proto.v1.Allowed\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x82\x02\n\x07\x41llowed\x12:\n\x08packages\x18\x01 \x03(\x0b\x32(.backhaul_proto.v1.Allowed.PackagesEntry\x12<\n\tfunctions\x18\x02 \x03(\x0b\x32).backhaul_proto.v1.Allowed.FunctionsEntry\x12\x0b\n\x03ops\x18\x03 \x03(\t\x12\r\n\x05types\x18\x04 \x03(\t\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0e\x46unctionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x12KeepSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x64rift\x18\x02 \x01(\x01\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"K\n\x13KeepSessionResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x0f\n\x07\x63lock_s\x18\x02 \x01(\x01\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"9\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\")\n\x14\x43loseSessionResponse\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32\xad\x02\n\x0eSessionService\x12\\\n\x0bOpenSession\x12%.backhaul_proto.v1.OpenSessionRequest\x1a&.backhaul_proto.v1.OpenSessionResponse\x12\\\n\x0bKeepSession\x12%.backhaul_proto.v1.KeepSessionRequest\x1a&.backhaul_proto.v1.KeepSessionResponse\x12_\n\x0c\x43loseSession\x12&.backhaul_proto.v1.CloseSessionRequest\x1a\'.backhaul_proto.v1.CloseSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/session.proto\x12\x11\x62\x61\x63khaul_proto.v1\"w\n\x12OpenSessionRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0e\x63lient_version\x18\x02 \x01(\t\x12\x0f\n\x07trainer\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"\xfc\x02\n\x13OpenSessionResponse\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x16\n\x0eworker_version\x18\x02 \x01(\t\x12\x0f\n\x07session\x18\x03 \x01(\t\x12\x0f\n\x07lease_s\x18\x04 \x01(\x01\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x04\x12L\n\x0b\x66ingerprint\x18\x06 \x03(\x0b\x32\x37.backhaul_proto.v1.OpenSessionResponse.FingerprintEntry\x12\x0f\n\x07\x63lock_s\x18\x07 \x01(\x01\x12\x13\n\x0bmemory_path\x18\x08 \x01(\t\x12\x13\n\x0bsocket_path\x18\t \x01(\t\x12+\n\x07\x61llowed\x18\n \x01(\x0b\x32\x1a.backhaul_proto.v1.Allowed\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x02\n\x07\x41llowed\x12:\n\x08packages\x18\x01 \x03(\x0b\x32(.backhaul_proto.v1.Allowed.PackagesEntry\x12<\n\tfunctions\x18\x02 \x03(\x0b\x32).backhaul_proto.v1.Allowed.FunctionsEntry\x12\x0b\n\x03ops\x18\x03 \x03(\t\x12\r\n\x05types\x18\x04 \x03(\t\x12\x10\n\x08\x63ompiles\x18\x05 \x01(\x08\x1a/\n\rPackagesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x30\n\x0e\x46unctionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"G\n\x12KeepSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x64rift\x18\x02 \x01(\x01\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"K\n\x13KeepSessionResponse\x12\x10\n\x08\x64raining\x18\x01 \x01(\x08\x12\x0f\n\x07\x63lock_s\x18\x02 \x01(\x01\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"9\n\x13\x43loseSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\")\n\x14\x43loseSessionResponse\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32\xad\x02\n\x0eSessionService\x12\\\n\x0bOpenSession\x12%.backhaul_proto.v1.OpenSessionRequest\x1a&.backhaul_proto.v1.OpenSessionResponse\x12\\\n\x0bKeepSession\x12%.backhaul_proto.v1.KeepSessionRequest\x1a&.backhaul_proto.v1.KeepSessionResponse\x12_\n\x0c\x43loseSession\x12&.backhaul_proto.v1.CloseSessionRequest\x1a\'.backhaul_proto.v1.CloseSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,19 +44,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENSESSIONRESPONSE_FINGERPRINTENTRY']._serialized_start=506
   _globals['_OPENSESSIONRESPONSE_FINGERPRINTENTRY']._serialized_end=556
   _globals['_ALLOWED']._serialized_start=559
-  _globals['_ALLOWED']._serialized_end=817
-  _globals['_ALLOWED_PACKAGESENTRY']._serialized_start=720
-  _globals['_ALLOWED_PACKAGESENTRY']._serialized_end=767
-  _globals['_ALLOWED_FUNCTIONSENTRY']._serialized_start=769
-  _globals['_ALLOWED_FUNCTIONSENTRY']._serialized_end=817
-  _globals['_KEEPSESSIONREQUEST']._serialized_start=819
-  _globals['_KEEPSESSIONREQUEST']._serialized_end=890
-  _globals['_KEEPSESSIONRESPONSE']._serialized_start=892
-  _globals['_KEEPSESSIONRESPONSE']._serialized_end=967
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=969
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1026
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1028
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1069
-  _globals['_SESSIONSERVICE']._serialized_start=1072
-  _globals['_SESSIONSERVICE']._serialized_end=1373
+  _globals['_ALLOWED']._serialized_end=835
+  _globals['_ALLOWED_PACKAGESENTRY']._serialized_start=738
+  _globals['_ALLOWED_PACKAGESENTRY']._serialized_end=785
+  _globals['_ALLOWED_FUNCTIONSENTRY']._serialized_start=787
+  _globals['_ALLOWED_FUNCTIONSENTRY']._serialized_end=835
+  _globals['_KEEPSESSIONREQUEST']._serialized_start=837
+  _globals['_KEEPSESSIONREQUEST']._serialized_end=908
+  _globals['_KEEPSESSIONRESPONSE']._serialized_start=910
+  _globals['_KEEPSESSIONRESPONSE']._serialized_end=985
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=987
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1044
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1046
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1087
+  _globals['_SESSIONSERVICE']._serialized_start=1090
+  _globals['_SESSIONSERVICE']._serialized_end=1391
 # @@protoc_insertion_point(module_scope)

@@ -182,6 +182,9 @@ class Allowed(_message.Message):
     FUNCTIONS_FIELD_NUMBER: _builtins.int
     OPS_FIELD_NUMBER: _builtins.int
     TYPES_FIELD_NUMBER: _builtins.int
+    COMPILES_FIELD_NUMBER: _builtins.int
+    compiles: _builtins.bool
+    """Whether it compiles programs."""
     @_builtins.property
     def packages(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Version by the name that the operator gave, "-" where it has none."""
@@ -205,10 +208,11 @@ class Allowed(_message.Message):
         functions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         ops: _abc.Iterable[_builtins.str] | None = ...,
         types: _abc.Iterable[_builtins.str] | None = ...,
+        compiles: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["functions", b"functions", "ops", b"ops", "packages", b"packages", "types", b"types"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compiles", b"compiles", "functions", b"functions", "ops", b"ops", "packages", b"packages", "types", b"types"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from backhaul_runtime.errors import ProgramError, TransferError
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.program import (
+    Compilation,
     Composite,
     GeneratorRef,
     Node,
@@ -31,6 +32,7 @@ from backhaul_runtime.program.schema import check_call
 from backhaul_runtime.tensors.layout import dtype_named
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.ambient_settings import Value
+from backhaul_runtime.wire.layout_codec import decode_layout, encode_layout
 from backhaul_runtime.wire.protocol import MAX_MESSAGE_BYTES
 
 FORMAT = 1
@@ -46,6 +48,8 @@ MAX_TYPES = 1_024
 MAX_PROGRAM_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 MAX_SETTINGS = 64
 MAX_SETTING = 64
+MAX_FACTS = 16
+MAX_FACT = 256
 """The most characters that an ambient setting may have if it is a text."""
 
 DECODED_FACTOR = 64
@@ -98,6 +102,7 @@ def encode_program(program: Program) -> bytes:
         saved_count=program.saved_count,
         saved_bytes=program.saved_bytes,
         casts=program.casts,
+        compilation=None if program.compilation is None else _encode_compilation(program.compilation),
     )
     return message.SerializeToString(deterministic=True)
 
@@ -137,6 +142,11 @@ def _setting(setting: program_pb2.Setting) -> Value:
         raise ProgramError("an ambient setting has no value")
     value: Value = getattr(setting, kind)
     return value
+
+
+def _encode_compilation(compilation: Compilation) -> program_pb2.Compilation:
+    sources = [encode_layout(layout) for layout in compilation.layouts]
+    return program_pb2.Compilation(sources=sources, facts=dict(compilation.facts))
 
 
 def _encode_ref(ref: Ref) -> program_pb2.Reference:
@@ -246,7 +256,20 @@ class _Reader:
             saved_bytes=message.saved_bytes,
             casts=tuple(message.casts),
             types=tuple(message.types),
+            compilation=self.compilation() if message.HasField("compilation") else None,
         )
+
+    def compilation(self) -> Compilation:
+        specs, facts = self.message.compilation.sources, self.message.compilation.facts
+        if len(specs) != len(self.message.sources):
+            raise ProgramError(f"a compiled program of {len(self.message.sources)} sources has {len(specs)} layouts")
+        if len(facts) > MAX_FACTS or any(max(len(name), len(facts[name])) > MAX_FACT for name in facts):
+            raise ProgramError(f"{len(facts)} facts, at most {MAX_FACTS} of {MAX_FACT} characters each are allowed")
+        try:
+            layouts = tuple([decode_layout(spec) for spec in specs])
+        except TransferError as error:
+            raise ProgramError(f"a compiled program has an impossible layout: {error}") from None
+        return Compilation(layouts, tuple(sorted(facts.items())))
 
     def node(self, node: program_pb2.Node, state_count: int) -> Node:
         here = len(self.result_counts)

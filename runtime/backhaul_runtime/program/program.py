@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals.ambient_state import State
 
 NODE_BYTES = 2 << 10
@@ -116,6 +117,19 @@ def is_function_name(name: str) -> bool:
     return ":" in name
 
 
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """What a program is compiled for.
+
+    Attributes:
+        layouts: The layouts of the program's sources.
+        facts: What compiled kernels depend on beside the fingerprint, by name, as for `inductor.facts`.
+    """
+
+    layouts: tuple[Layout, ...]
+    facts: tuple[tuple[str, str], ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """A recorded call. A call that runs the same ops on other tensors of equal layout has an equal program.
@@ -130,6 +144,8 @@ class Program:
         casts: Indices of the sources of which autocast's cache holds a cast when the program ends. Uses of the `i`-th
             cast give contributions of their own, under the number `len(sources) + i`; see NOTE [Casts].
         types: The names of the types of composite arguments.
+        compilation: What the program is compiled for, see NOTE [Compiled programs]. None for one whose ops run one by
+            one.
     """
 
     sources: tuple[Source, ...]
@@ -140,6 +156,7 @@ class Program:
     saved_bytes: int
     casts: tuple[int, ...] = ()
     types: tuple[str, ...] = ()
+    compilation: Compilation | None = None
 
     @cached_property
     def working_bytes(self) -> int:

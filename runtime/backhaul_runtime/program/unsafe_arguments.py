@@ -30,6 +30,11 @@ def check_values(name: str, op: OpOverload, args: Sequence[Any], kwargs: Mapping
         check({**defaults, **given, **kwargs})
 
 
+def checks_values(name: str) -> bool:
+    """Whether an op takes values that have to be checked directly before it runs."""
+    return name in _CHECKS
+
+
 def _division(given: Mapping[str, Any]) -> None:
     """Truncating division of the least integer by -1 raises a CPU trap, which kills the process."""
     if given.get("rounding_mode") != "trunc":

@@ -69,7 +69,9 @@ class KnownProgram:
     is_cast: bool
 
     def up_to(self, saved_count: int) -> Program:
-        """Returns the part of the program that saves its first tensors."""
+        """Returns the part of the program that saves its first tensors. A compiled program runs as a whole."""
+        if self.program.compilation is not None:
+            return self.program
         nodes = self.program.nodes[: self.saving_nodes[saved_count - 1] if saved_count else 0]
         return replace(self.program, nodes=nodes, outputs=(), saved_count=saved_count)
 
@@ -118,7 +120,7 @@ def known_program(
         tuple(positions[id(tensor)] for tensor in sources.tensors),
         tuple(replace(saved, noted=b"") for saved in recording.saved),  # a digest may refer to a device
         tuple(recorder.call.builder.saving_nodes),
-        tuple(_whole_source(saved, recording) for saved in recording.saved),
+        tuple(whole_source(saved, recording) for saved in recording.saved),
         _drawn_from(recording),
         recording.computes_on_host,
         tuple(recording.accelerators),
@@ -126,7 +128,7 @@ def known_program(
     )
 
 
-def _whole_source(saved: SavedTensor, recording: Recording) -> int:
+def whole_source(saved: SavedTensor, recording: Recording) -> int:
     """Returns the source that has the same bytes in the same order as a saved tensor, so the same content; else -1."""
     if saved.source < 0 or saved.is_undefined:
         return -1

@@ -42,6 +42,7 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
+from backhaul_runtime.replay.compiled_programs import CompiledFunction, device_of, functions, undefined_saves_of
 from backhaul_runtime.replay.custom.custom_execution import CustomExecution
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
@@ -147,6 +148,7 @@ class Replay:
                 f"a program of {len(program.sources)} sources and {program.draws} draws was replayed with "
                 f"{len(sources)} sources and {len(generator_states)} generator states"
             )
+        function = None if program.compilation is None else functions.of(program)
         self._program = program
         self._is_own = is_own
         self._check = check
@@ -189,11 +191,14 @@ class Replay:
             torch.autograd.graph.saved_tensors_hooks(self._packing, unpacking(check)),
             context or nullcontext(),
         ):
-            results = self._run(meter, keeps_modes=context is not None)
+            if function is not None:
+                self._outputs = self._run_compiled(function)
+            else:
+                results = self._run(meter, keeps_modes=context is not None)
+                self._outputs = [self._value(ref, results) for ref in program.outputs]
         if program.functions or program.types:  # Rule 6
             contents.forget()
         self._custom.check_identities()
-        self._outputs = [self._value(ref, results) for ref in program.outputs]
         for position, made in self._cut.items():
             self._outputs[position] = made
         if program.casts:
@@ -244,6 +249,31 @@ class Replay:
             for freed in last_use.get(index, ()):
                 results[freed] = None
         return results
+
+    def _run_compiled(self, function: CompiledFunction) -> list[Tensor]:
+        """Runs the program as a whole and returns its outputs. See NOTE [Compiled programs]."""
+        program, given = self._program, next(self._states, b"")
+        self._packing.is_undefined = undefined_saves_of(program)
+        if program.ambient_states:
+            ambient_state.apply(program.ambient_states[0], ambient_state.capture())
+        if program.draws:
+            generator = default_generator(device_of(self._sources))
+            if given:
+                _set_state(generator, given)
+            self.drawn_from += [generator.get_state().numpy().tobytes(), *[b""] * (program.draws - 1)]
+        if self._check is not None:
+            self._check()
+        try:
+            outputs = list(function(self._sources))
+        except BackhaulError:  # raised by `check`
+            raise
+        except Exception as error:  # a kernel may raise any type of error
+            raise ReplayError(f"the compiled program failed on replay: {error}") from error
+        made_by = {output.grad_fn for output in outputs}
+        if len(made_by) != 1 or None in made_by:
+            raise ProgramError("a compiled program returns an output without gradient, or a view of another tensor")
+        self._custom.node_classes.update(map(type, made_by))
+        return outputs
 
     def _entered(self, number: int, value: Tensor) -> Tensor:
         """Returns the tensor that ops use for a source: with a new history, or with the one given in `histories`."""
@@ -382,12 +412,7 @@ class Replay:
         is_own = any(isinstance(value, GeneratorRef) for value in (*args, *kwargs.values()))
         generator = torch.Generator(device) if is_own else default_generator(device)
         if given:
-            try:
-                generator.set_state(torch.frombuffer(bytearray(given), dtype=torch.uint8))
-            except (RuntimeError, TypeError) as error:
-                raise ProgramError(
-                    f"{len(given)} bytes are not a state of the generator of {device}: {error}"
-                ) from error
+            _set_state(generator, given)
         self.drawn_from.append(given or generator.get_state().numpy().tobytes())
         return generator
 
@@ -515,6 +540,15 @@ class Replay:
             for source, of_source in enumerate(uses)
             for number in range(len(of_source))
         ]
+
+
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    try:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, TypeError) as error:
+        raise ProgramError(
+            f"{len(state)} bytes are not a state of the generator of {generator.device}: {error}"
+        ) from error
 
 
 def _check_in_backward(results: Sequence[Tensor], check: Callable[[], None]) -> None:

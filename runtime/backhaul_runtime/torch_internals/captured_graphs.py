@@ -135,9 +135,14 @@ def _closure(compiled: Any) -> Any:
     return compiled.__closure__[names.index("callback")].cell_contents if "callback" in names else None
 
 
-def in_one_graph(
-    key: Hashable, backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
-) -> Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]:
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function with positional and keyword arguments."""
+
+Backend = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+"""Returns what is called in the place of a graph."""
+
+
+def in_one_graph(key: Hashable, backend: Backend) -> Call:
     """Returns a compiled function that calls a function with these arguments.
 
     If torch.compile cannot capture a call whole, that raises before anything has run. `why_not_captured` explains it.
@@ -146,18 +151,28 @@ def in_one_graph(
         key: Functions with the same key share compiled graphs, and torch's limit of recompilations.
         backend: Returns what is called in the place of a graph.
     """
-    compiled: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any] = _compiled(key, backend)
+    compiled: Call = _compiled(key, backend, _call_whole)
+    return compiled
+
+
+def in_graphs(key: Hashable, backend: Backend) -> Call:
+    """Returns what `in_one_graph` does, but a call that cannot be captured whole runs in several graphs, or in none."""
+    compiled: Call = _compiled(key, backend, _call)
     return compiled
 
 
 @cache
-def _compiled(key: Hashable, backend: Any) -> Any:
+def _compiled(key: Hashable, backend: Any, call: Any) -> Any:
     # torch keeps graphs by the code object, and must not take this one for a part of a package that is kept out.
-    own = types.FunctionType(_call.__code__.replace(co_filename="<compiled segment>"), globals(), "_call")
-    return torch.compile(own, backend=backend, fullgraph=True)
+    own = types.FunctionType(call.__code__.replace(co_filename="<compiled segment>"), globals(), call.__name__)
+    return torch.compile(own, backend=backend, fullgraph=call is _call_whole)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return function(*args, **kwargs)
+
+
+def _call_whole(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Here torch has skipped the frame, as inside a dispatch mode, and runs it as it is.
     if not torch.compiler.is_compiling():
         raise _SkippedError

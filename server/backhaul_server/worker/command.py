@@ -90,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as module:name; the worker imports them at its start, see docs/allow.md",
     )
     parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile programs with Inductor for trainers that do; needs a C++ compiler, or Triton on a GPU",
+    )
+    parser.add_argument(
         "--shared-memory",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -133,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
             audit_log=arguments.audit_log,
             tls=_tls(arguments),
             allow=tuple(dict.fromkeys(arguments.allow)),
+            compiles=arguments.compile,
             shared_memory=arguments.shared_memory,
             unix_socket=arguments.unix_socket,
             parent=arguments.parent,
@@ -193,6 +199,7 @@ def command_of(arguments: argparse.Namespace, listen: str) -> list[str]:
             options += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
     for name in arguments.allow:
         options += ["--allow", name]
+    options += ["--compile"] if arguments.compile else []
     options += ["--plaintext"] if arguments.plaintext else []
     for name in ("cert", "key", "ca"):
         if getattr(arguments, f"tls_{name}") is not None:

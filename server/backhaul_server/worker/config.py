@@ -55,6 +55,9 @@ class WorkerConfig:
     allow: tuple[str, ...] = ()
     """Packages, modules and classes whose functions, ops and types programs may name; imported at the start."""
 
+    compiles: bool = False
+    """Whether programs may run compiled by Inductor, see NOTE [Compiling]."""
+
     shared_memory: bool = True
     """Whether trainers on this machine may send and receive tensors in shared memory."""
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     if budget > memory:
         sizes = size_text(budget), size_text(memory)
         logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
-    allowed = import_allowed(config.allow)
+    allowed = replace(import_allowed(config.allow), compiles=config.compiles)
     _warm_up(device)
     keep_freed_memory(budget)
     _limit_memory(device, budget)
@@ -124,7 +125,15 @@ async def _serve(config: WorkerConfig, device: torch.device) -> None:
     def overdue(job: Job) -> None:
         _exit_because_of(job, worker, config.execution_limit_s)
 
-    worker = Worker(device, budget, config.lease_s, config.execution_limit_s, overdue, execution_memory)
+    worker = Worker(
+        device,
+        budget,
+        config.lease_s,
+        config.execution_limit_s,
+        overdue,
+        execution_memory,
+        is_trainers_own=bool(config.parent),
+    )
     worker.allowed = allowed
     offers: list[Callable[[], None]] = []
     health = Health(server, reflects=credentials is None)

@@ -137,22 +137,29 @@ class OfferedNames:
         functions: The identity by the name of each custom autograd function.
         ops: Names of ops of other libraries than torch.
         types: Names of types of arguments.
+        compiles: Whether it compiles programs, see NOTE [Compiled programs].
     """
 
     packages: Mapping[str, str] = field(default_factory=dict)
     functions: Mapping[str, str] = field(default_factory=dict)
     ops: frozenset[str] = frozenset()
     types: frozenset[str] = frozenset()
+    compiles: bool = False
 
     @classmethod
     def of(cls, message: session_pb2.Allowed) -> Self:
         """Returns what a message says."""
-        return cls(dict(message.packages), dict(message.functions), frozenset(message.ops), frozenset(message.types))
+        ops, types = frozenset(message.ops), frozenset(message.types)
+        return cls(dict(message.packages), dict(message.functions), ops, types, message.compiles)
 
     def to_message(self) -> session_pb2.Allowed:
         """Returns the message for the handshake."""
         return session_pb2.Allowed(
-            packages=self.packages, functions=self.functions, ops=sorted(self.ops), types=sorted(self.types)
+            packages=self.packages,
+            functions=self.functions,
+            ops=sorted(self.ops),
+            types=sorted(self.types),
+            compiles=self.compiles,
         )
 
     def covers(self, name: str) -> str:
@@ -221,6 +228,8 @@ class OfferedNames:
             program: The program that was recorded.
             identities: The identity of each of its custom autograd functions, as it was recorded.
         """
+        if program.compilation is not None and not self.compiles:
+            return "it compiles no programs (a worker with --compile does)"
         for name in program.functions:
             if name not in identities:
                 reason = self.why_not_op(name)

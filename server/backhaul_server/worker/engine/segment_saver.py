@@ -8,6 +8,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
+from backhaul_runtime.replay.compiled_programs import check_layouts
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.layout import Layout, allocate, layout_of
 from backhaul_server.worker.engine.bounds import Bounds, ExecutionMemory
@@ -139,6 +140,7 @@ class SegmentSaver:
         remaining = iter(stored)
         # What the worker derives has no contents yet, so the store has neither its layout nor its bytes.
         layouts = [derived[i] if i in origins else layout_of(next(remaining)) for i in range(len(addresses))]
+        check_layouts(program, layouts)
         need = program.execution_bytes([layout.gradient_bytes for layout in layouts])
         segment = Segment(session, segment_id, None, name, predecessors, all_addresses, not is_predicted)
         transient_addresses = [addresses[position] for position in transient if position not in origins]

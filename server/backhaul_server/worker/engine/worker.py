@@ -31,6 +31,7 @@ from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.config import EXECUTION_LIMIT_S
 from backhaul_server.worker.engine.answers import Answers
 from backhaul_server.worker.engine.bounds import ExecutionMemory
+from backhaul_server.worker.engine.compiler import Compiler
 from backhaul_server.worker.engine.device_memory import DeviceMemory
 from backhaul_server.worker.engine.device_waits import DeviceWaits
 from backhaul_server.worker.engine.fair_queue import Job
@@ -60,6 +61,7 @@ class Worker:
         execution_limit_s: Seconds that an execution may take.
         overdue: Called with a job that runs on past its limit. Only the end of the process stops such a job.
         execution_memory: The memory of executions on the device; None to leave it to the store's accounts.
+        is_trainers_own: Whether the only trainer has started this worker.
 
     Attributes:
         engine: Runs requests for segments, and keeps their results.
@@ -74,6 +76,7 @@ class Worker:
         last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
         spared_bytes: Bytes of tensors that trainers did not send, because they sent differences from earlier ones.
         allowed: What programs may name beside torch's ops. Set once, before the worker serves anyone.
+        compiler: Compiles programs.
         anyone: The account of sessions that no credential has opened.
         streams: Number of open long-lived streams of all sessions.
         unnamed_streams: Number of further open streams that have not named their session yet.
@@ -87,6 +90,8 @@ class Worker:
         execution_limit_s: float = EXECUTION_LIMIT_S,
         overdue: Callable[[Job], None] = lambda _: None,
         execution_memory: ExecutionMemory | DeviceMemory | None = None,
+        *,
+        is_trainers_own: bool = False,
     ) -> None:
         self.device = device
         self.lease_s = lease_s
@@ -109,6 +114,7 @@ class Worker:
         self.streams = self.unnamed_streams = 0
         self.device_waits = DeviceWaits(device)
         self.anyone = Account()
+        self.compiler = Compiler(device, is_trainers_own=is_trainers_own)
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
         self._expiry = asyncio.create_task(self._expire())
 
@@ -120,6 +126,7 @@ class Worker:
             for segment in session.segments.values():
                 segment.bounds.set(DrainingError("this worker has ended"))
         await self.engine.close()
+        await self.compiler.close()
         await self.device_waits.close()
         for session_id in list(self.sessions):
             self.close_session(session_id)
@@ -205,6 +212,7 @@ class Worker:
 
         Raises:
             BudgetError: The store has no room for the program.
+            CompilingError: The program is still being compiled.
             ProgramError: The program is too long, malformed or not allowed.
             SessionUnknownError: The session ended while the program was decoded.
         """
@@ -225,6 +233,10 @@ class Worker:
                 else:
                     program = decode_program(encoded, self.device)
                 self.session(session.id)  # raises if the session ended during the decoding
+                if program.compilation is not None:
+                    if not self.allowed.compiles:
+                        raise ProgramError("this worker compiles no programs: start it with --compile")
+                    self.compiler.check(session.account, address, encoded, program)
             except BaseException:
                 self.store.abandon(session, size)
                 raise

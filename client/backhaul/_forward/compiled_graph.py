@@ -1,0 +1,184 @@
+"""Learns what calls of a captured graph are when Inductor compiles their program. See NOTE [Compiled programs]."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from backhaul._backward.frame import Uses
+from backhaul._backward.local_recompute import nesting
+from backhaul._dispatch.prediction import EncodedProgram
+from backhaul._forward.captured_graph import CallKind, CapturedGraph, KnownSegment, pattern_of, tensors_of
+from backhaul._forward.graph_cut import GraphUses, share_storage, why_not_cut
+from backhaul._forward.known_uses import KnownUses
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.program.program import Compilation
+from backhaul_runtime.record.known_program import KnownProgram, known_program, whole_source
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recording import SavedTensor
+from backhaul_runtime.replay.compiled_programs import (
+    CompiledFunction,
+    compile_program,
+    device_of,
+    functions,
+    undefined_saves_of,
+    why_not_compiled,
+)
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
+from backhaul_runtime.torch_internals.graph_uses import find_stages, find_uses
+from backhaul_runtime.torch_internals.inductor import facts
+from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, next_sequence_number
+from backhaul_runtime.torch_internals.storages import storage_key
+
+logger = logging.getLogger("backhaul")
+
+SAVED_BY = "inductor"
+"""Stands for an op in what autograd saves of a compiled program."""
+
+
+def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]) -> KnownSegment:
+    """Compiles the program of a call that begins now. Returns the segment of its kind.
+
+    Runs the graph once to record its ops, and the compiled program once to see what autograd saves. Both runs leave
+    nothing behind: generators are as they were.
+
+    Args:
+        graph: The graph that the call runs.
+        kind: The kind that the call has.
+        inputs: The inputs of the graph in this call.
+
+    Raises:
+        Refusal: Calls of this kind keep their activations, for this reason.
+    """
+    began = perf_counter()
+    restore, before = restoring(generators_in_use()), nesting.active
+    nesting.active = True
+    try:
+        with torch.enable_grad():
+            recorder = Recorder([], allowed_ops(), lambda tensor, *_: tensor.detach())
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
+                returned = list(graph.run(inputs))
+            outputs = _outputs(recorder, returned, inputs)
+            known = _known(recorder, outputs, kind, inputs, graph.values_read)
+            sources = [inputs[position] for position in known.inputs]
+            function = compile_program(known.program, device_of(sources))
+            segment = _segment(known, function, recorder, kind, inputs, returned, outputs, sources)
+    finally:
+        nesting.active = before
+        restore()
+    logger.info("Inductor has compiled %s in %.1f s.", graph.name, perf_counter() - began)
+    return segment
+
+
+def _outputs(recorder: Recorder, returned: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
+    """Returns the tensors that the graph has made and returned, each once. Raises Refusal for one without gradient."""
+    given = {id(value) for value in inputs}
+    made = list({id(v): v for v in returned if isinstance(v, Tensor) and id(v) not in given}.values())
+    if recorder.recording.refusal is not None:
+        raise Refusal(recorder.recording.refusal)
+    if not made or not all(output.requires_grad for output in made):
+        raise Refusal("it returns a tensor without gradient, which a compiled program does not")
+    if reason := why_not_cut(recorder, made):
+        raise Refusal(reason)
+    if share_storage(recorder, made, [*made, *tensors_of(inputs)]):
+        raise Refusal("an output shares memory with an input, a captured tensor or another output")
+    return made
+
+
+def _known(
+    recorder: Recorder, outputs: Sequence[Tensor], kind: CallKind, inputs: Sequence[Any], values_read: int
+) -> KnownProgram:
+    program = recorder.finish(outputs)
+    if reason := why_not_compiled(program):
+        raise Refusal(reason)
+    tensors = [None if layout is None else value for value, layout in zip(inputs, kind.layouts, strict=True)]
+    known = known_program(recorder, program, tensors, values_read)
+    layouts = [layout for position in known.inputs if (layout := kind.layouts[position]) is not None]
+    compilation = Compilation(tuple(layouts), tuple(sorted(facts(device_of(tensors_of(inputs))).items())))
+    return replace(known, program=replace(known.program, compilation=compilation))
+
+
+def _segment(
+    known: KnownProgram,
+    function: CompiledFunction,
+    recorder: Recorder,
+    kind: CallKind,
+    inputs: Sequence[Any],
+    returned: Sequence[Any],
+    recorded: Sequence[Tensor],
+    sources: Sequence[Tensor],
+) -> KnownSegment:
+    saved, storages, packed_bytes = list[SavedTensor](), [storage_key(source) for source in sources], 0
+    is_undefined = undefined_saves_of(known.program)
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal packed_bytes
+        key = storage_key(tensor)
+        source = storages.index(key) if key in storages else -1
+        packed_bytes += tensor.untyped_storage().nbytes() if source < 0 else 0
+        saved.append(
+            SavedTensor(
+                b"",
+                SAVED_BY,
+                layout_of(tensor),
+                source,
+                int(tensor.storage_offset()),
+                source < 0 and is_undefined(tensor),
+            )
+        )
+        return tensor
+
+    first = next_sequence_number()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), DisableTorchFunctionAndModes():
+        outputs = list(function(sources))
+    if len({output.grad_fn for output in outputs}) != 1:
+        raise Refusal("it returns a view of another tensor that it returns")
+    edges = [get_gradient_edge(source) if source.requires_grad else None for source in sources]
+    targets = {(edge.node, edge.output_nr): i for i, edge in enumerate(edges) if edge is not None}
+    uses = find_uses(outputs, targets, first, len(sources), {type(outputs[0].grad_fn)})
+    stages = find_stages(outputs, targets, uses)
+    program = replace(known.program, saved_count=len(saved), saved_bytes=packed_bytes)
+    functions.note(program, lambda _: function)
+    known = replace(
+        known,
+        program=program,
+        is_cast=False,  # it casts weights for itself
+        saved=tuple(saved),
+        saving_nodes=(len(program.nodes),) * len(saved),
+        whole_sources=tuple(whole_source(one, recorder.recording) for one in saved),
+    )
+    number = {id(output): place for place, output in enumerate(recorded)}
+    given = {id(value): place for place, value in enumerate(inputs)}
+    constants = [None if isinstance(value, Tensor) else value for value in returned]
+    made = [number.get(id(value), -1) if isinstance(value, Tensor) else -1 for value in returned]
+    passed = [given.get(id(value), -1) if isinstance(value, Tensor) else -1 for value in returned]
+
+    def forward(*call_inputs: Any) -> tuple[Any, ...]:
+        with DisableTorchFunctionAndModes():
+            results = function([call_inputs[position] for position in known.inputs])
+        return tuple(
+            results[own] if own >= 0 else call_inputs[through] if through >= 0 else constant
+            for own, through, constant in zip(made, passed, constants, strict=True)
+        )
+
+    assert program.compilation is not None
+    layouts = [*program.compilation.layouts, *map(layout_of, outputs)]
+    of_frame = Uses([len(of_one) for of_one in uses], layouts, len(stages) > 1)
+    graph_uses = GraphUses(list(sources), (), uses, stages)
+    return KnownSegment(
+        known,
+        EncodedProgram.of(program),
+        kind,
+        tuple(made.index(place) for place in range(len(outputs))),
+        pattern_of(returned, inputs),
+        KnownUses.of_only_graph(program, of_frame, graph_uses, outputs),
+        packed_bytes,
+        forward,
+    )

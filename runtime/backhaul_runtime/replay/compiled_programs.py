@@ -1,0 +1,199 @@
+"""Programs that run as a whole, compiled by torch's Inductor.
+
+NOTE [Compiled programs]
+1. A program with a `compilation` runs compiled. Trainer and worker compile the same program with the same settings, so
+   both have the same forward and backward. With equal devices, settings of Inductor and compilers, which the
+   fingerprint shows, they have the same kernels.
+2. What is compiled is built from a program that has passed all checks: ops of the list, numbers and layouts.
+3. Between its ops no value can be checked. So a program is refused if an op takes values that a worker has to check,
+   or divides integers, which traps.
+4. AOTAutograd's graphs have no second derivative, so a backward that is differentiated itself raises torch's error, as
+   that of the compiled block does.
+5. All random numbers follow from the generator's state before the first draw. They are Inductor's, not those that the
+   ops draw one by one.
+6. A compiled function belongs to its program, and lives as long.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backhaul_runtime.errors import ProgramError, ReplayError
+from backhaul_runtime.program.op_list import resolve
+from backhaul_runtime.program.op_rules import rules
+from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
+from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
+from backhaul_runtime.program.unsafe_arguments import checks_values
+from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.inductor import compile_graph
+from backhaul_runtime.torch_internals.private import OpOverload, returns_of
+
+CompiledFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Returns the outputs of a program for its sources. Autograd has one node for all of it."""
+
+_ATTENTION = "aten.scaled_dot_product_attention.default"
+_DIVIDING = ("floor_divide", "remainder", "fmod", "gcd", "lcm")
+
+
+def why_not_compiled(program: Program) -> str:
+    """Returns why a program cannot run compiled; empty if it can."""
+    if len(program.ambient_states) > 1:
+        return "it changes a setting of torch inside"
+    if program.functions or program.types:
+        return "it runs custom functions"
+    if any(source.is_written for source in program.sources) or program.casts:
+        return "it writes to its inputs"
+    for node in program.nodes:
+        op = resolve(node.op)
+        if rules(op).written or node.op in UNDEFINED_SAVES:
+            return f"{node.op} writes to memory"
+        if node.op in PARTLY_UNDEFINED and node.op != _ATTENTION:
+            return f"{node.op} saves memory that it does not write"
+        if checks_values(node.op) or node.op.split(".")[1] in _DIVIDING:
+            return f"a worker has to check the values that {node.op} takes"
+        if node.fresh_casts or node.given:
+            return f"{node.op} needs what happened before it"
+        if any(isinstance(part, (GeneratorRef, Composite)) for part in _parts(node)):
+            return f"{node.op} takes an object"
+        if _result_numbers(op, node) is None:
+            return f"the number of tensors that {node.op} returns is not fixed"
+    return ""
+
+
+def compile_program(
+    program: Program, device: torch.device, *, compiles_backward: bool = False, directory: str = ""
+) -> CompiledFunction:
+    """Compiles a program for sources of its layouts. Takes seconds to minutes. Changes no values.
+
+    Args:
+        program: A program with a `compilation`.
+        device: The device of those sources that are on no CPU.
+        compiles_backward: Whether to compile the backward now, and not when it first runs.
+        directory: Where Inductor finds and keeps what it has made; empty for its own place.
+
+    Raises:
+        ProgramError: The program cannot run compiled.
+        ReplayError: Inductor failed, for example without a compiler on this machine.
+    """
+    if reason := why_not_compiled(program):
+        raise ProgramError(f"the program cannot run compiled: {reason}")
+    assert program.compilation is not None
+    state = program.ambient_states[0] if program.ambient_states else ambient_state.capture()
+    try:
+        with ambient_state.restored():
+            ambient_state.apply(state, ambient_state.capture())
+            needs = [source.requires_grad for source in program.sources]
+            sources = [
+                (torch.device("cpu") if layout.device == "cpu" else device, layout.dtype, layout.shape, layout.strides)
+                for layout in program.compilation.layouts
+            ]
+            graph = _graph(program)
+            return compile_graph(graph, sources, needs, compiles_backward=compiles_backward, directory=directory)
+    except Exception as error:  # Inductor may raise any type of error
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise ReplayError(f"Inductor could not compile the program: {type(error).__name__}: {first}") from error
+
+
+class _Functions:
+    """The compiled functions of this process, by their programs, which they do not keep alive. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._made = WeakIdKeyDictionary()
+        self._makers = WeakIdKeyDictionary()
+        self._lock = threading.RLock()  # reentrant, because the garbage collector may drop an entry at any time
+
+    def note(self, program: Program, make: Callable[[Program], CompiledFunction]) -> None:
+        """Notes how the function of a program is made when it is first needed. `make` must not refer to the program."""
+        with self._lock:
+            self._makers[program] = make
+
+    def of(self, program: Program) -> CompiledFunction:
+        """Returns the function of a program, after making it. No saved-tensor hooks must be in force.
+
+        Raises:
+            ReplayError: Nothing was noted for the program, or it cannot be compiled.
+        """
+        with self._lock:
+            if program not in self._made:
+                if program not in self._makers:
+                    raise ReplayError("the program was not compiled")
+                self._made[program] = self._makers[program](program)
+            function: CompiledFunction = self._made[program]
+            return function
+
+
+functions = _Functions()
+"""The only instance of the process."""
+
+
+def undefined_saves_of(program: Program) -> Callable[[Tensor], bool]:
+    """Returns which of the tensors that a compiled program saves have undefined bytes."""
+    checks = [
+        undefined_saves(resolve(node.op), node.args, dict(node.kwargs))
+        for node in program.nodes
+        if node.op == _ATTENTION
+    ]
+    return lambda tensor: any(is_undefined(tensor) for is_undefined in checks)
+
+
+def device_of(sources: Sequence[Tensor]) -> torch.device:
+    """Returns the device that a compiled program computes on, and from whose default generator it draws."""
+    return next((source.device for source in sources if source.device.type != "cpu"), torch.device("cpu"))
+
+
+def check_layouts(program: Program, layouts: Sequence[Layout]) -> None:
+    """Raises ProgramError if sources of a compiled program have other layouts than those that it was compiled for."""
+    if program.compilation is not None and program.compilation.layouts != tuple(layouts):
+        raise ProgramError("a compiled program was saved with sources of other layouts than its own")
+
+
+def _parts(node: Node) -> list[Any]:
+    return list(parts_in((node.args, tuple(value for _, value in node.kwargs))))
+
+
+def _result_numbers(op: OpOverload, node: Node) -> list[int | None] | None:
+    """Returns for each tensor that an op returns its number among what it returns; None for its only return value.
+
+    Returns None altogether if that does not follow from the op's schema.
+    """
+    kinds = [str(returned.type) for returned in returns_of(op)]
+    if kinds == ["Tensor"]:
+        numbers: list[int | None] = [None]
+    elif kinds == ["List[Tensor]"]:
+        numbers = list(range(len(node.result_bytes)))
+    else:
+        numbers = [number for number, kind in enumerate(kinds) if kind == "Tensor"]
+    return numbers if len(numbers) == len(node.result_bytes) else None
+
+
+def _graph(program: Program) -> fx.GraphModule:
+    """Returns the program as a graph of torch, which calls its ops in order."""
+    graph = fx.Graph()
+    sources = [graph.placeholder(f"source_{number}") for number in range(len(program.sources))]
+    results: list[list[fx.Node]] = []
+
+    def given(value: Any) -> Any:
+        match value:
+            case SourceRef(index):
+                return sources[index]
+            case ResultRef(node, output):
+                return results[node][output]
+            case tuple():
+                return [given(item) for item in value]
+        return value
+
+    for node in program.nodes:
+        op = resolve(node.op)
+        args = tuple([given(value) for value in node.args])
+        made = graph.call_function(op, args, {name: given(value) for name, value in node.kwargs})
+        numbers = _result_numbers(op, node)
+        assert numbers is not None
+        results.append([made if number is None else graph.call_function(getitem, (made, number)) for number in numbers])
+    graph.output(tuple(given(ref) for ref in program.outputs))
+    return fx.GraphModule(nn.Module(), graph)

@@ -1,0 +1,122 @@
+"""What Backhaul asks of torch's Inductor: to compile a graph, and what its kernels depend on.
+
+Nothing here is imported from `torch._inductor` before it is used, because that import takes seconds.
+"""
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+_SETTINGS = {
+    "deterministic": True,  # nothing is chosen by measuring, so two machines choose the same kernels
+    "assert_indirect_indexing": True,  # an index out of range raises an error, as in eager mode
+    "cpp_wrapper": False,
+    "max_autotune": False,
+}
+"""The settings of Inductor for programs."""
+
+_DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
+
+_NO_PART_OF_KERNELS = ("compile_threads", "worker_start_method", "worker_log_path", "cache", "debug", "verbose")
+"""What the names of settings begin with that do not change kernels."""
+
+
+def compile_graph(
+    graph: fx.GraphModule,
+    inputs: Sequence[tuple[torch.device, torch.dtype, Sequence[int], Sequence[int]]],
+    requires_grad: Sequence[bool],
+    *,
+    compiles_backward: bool,
+    directory: str,
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """Compiles a graph, which it takes over, under the present settings of torch.
+
+    Args:
+        graph: Calls ops of ATen.
+        inputs: Device, dtype, sizes and strides of each input.
+        requires_grad: Whether each input takes a gradient.
+        compiles_backward: Whether to compile the backward now, and not when it first runs.
+        directory: Where Inductor finds and keeps what it has made; empty for its own place.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        examples = [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs)
+            for (device, dtype, shape, strides), needs in zip(inputs, requires_grad, strict=True)
+        ]
+    context = torch._guards.TracingContext(mode)
+    with (
+        _cached_in(directory),
+        torch.enable_grad(),
+        torch._guards.tracing(context),
+        # A backward must not reuse the memory of saved tensors, which answers may still be sent from.
+        config.patch(force_non_lazy_backward_lowering=compiles_backward, donated_buffer=False),
+    ):
+        compiled: Any = compile_fx(graph, examples, config_patches=dict(_SETTINGS))
+    return lambda sources: compiled(*sources)
+
+
+@contextmanager
+def _cached_in(directory: str) -> Iterator[None]:
+    """Makes Inductor use a directory. The caller makes sure that nothing else is compiled meanwhile."""
+    before = os.environ.get(_DIRECTORY)
+    if directory:
+        os.environ[_DIRECTORY] = directory
+    try:
+        yield
+    finally:
+        if directory and before is None:
+            del os.environ[_DIRECTORY]
+        elif before is not None:
+            os.environ[_DIRECTORY] = before
+
+
+def compile_for_training(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compiles a graph that torch.compile has captured, as its backend "inductor" does."""
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled: Any = compile_fx(module, list(inputs))
+    return compiled  # type: ignore[no-any-return]
+
+
+def is_symbolic(tensor: Tensor) -> bool:
+    """Whether sizes of an example of torch.compile stand for several numbers."""
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
+
+
+@cache
+def facts(device: torch.device) -> dict[str, str]:
+    """Returns what the kernels depend on that Inductor makes, beside the device and torch itself.
+
+    Raises:
+        Exception: There is no compiler.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    with config.patch(_SETTINGS):
+        settings = config.save_config_portable()
+    names = sorted(name for name in settings if not name.rpartition(".")[2].startswith(_NO_PART_OF_KERNELS))
+    text = repr([(name, settings[name]) for name in names])
+    made = {"inductor": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if device.type == "cpu":
+        return made | {"compiler": _compiler(), "vectors": str(cpu_vec_isa.pick_vec_isa())}
+    return made | {"triton": version("triton")}
+
+
+def _compiler() -> str:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    asked = subprocess.run([get_cpp_compiler(), "--version"], capture_output=True, text=True, check=True, timeout=60)
+    return asked.stdout.splitlines()[0]
