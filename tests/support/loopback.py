@@ -29,6 +29,7 @@ from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.replay.compiled_programs import compile_program, functions
 from backhaul_runtime.replay.replay import isolated
 from backhaul_runtime.tensors.digest import address_of
 from backhaul_runtime.tensors.durations import Duration
@@ -167,6 +168,8 @@ class Loopback:
             raise Refusal(recording.unrecorded_choices)
         self.recordings.append(recording)
         program = decode_program(encode_program(segment.program), torch.device(DEVICE))
+        if program.compilation is not None:
+            functions.note(program, partial(compile_program, device=torch.empty(0, device=DEVICE).device))
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
         inputs = SegmentInputs(program, values, list(recording.generator_states), self.has_recorded_choices)

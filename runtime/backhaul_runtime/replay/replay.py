@@ -61,6 +61,7 @@ from backhaul_runtime.torch_internals.graph_entries import (
     without_gradient,
 )
 from backhaul_runtime.torch_internals.graph_uses import Target, Use, find_casts, find_uses
+from backhaul_runtime.torch_internals.inductor import may_differentiate
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
     OpOverload,
@@ -520,7 +521,8 @@ class Replay:
         try:
             if inputs and given:  # torch raises an error without either
                 outputs, of_outputs = zip(*given, strict=True)
-                torch.autograd.grad(outputs, inputs, of_outputs, create_graph=create_graph, allow_unused=True)
+                with may_differentiate() if create_graph and self._program.compilation else nullcontext():
+                    torch.autograd.grad(outputs, inputs, of_outputs, create_graph=create_graph, allow_unused=True)
             self.written = functions.end()
             self._custom.check_identities()
         except BackhaulError as error:  # raised by `check`, or a SavedTensorModifiedError

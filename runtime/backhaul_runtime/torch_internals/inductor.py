@@ -7,7 +7,7 @@ import hashlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -61,11 +61,25 @@ def compile_graph(
         _cached_in(directory),
         torch.enable_grad(),
         torch._guards.tracing(context),
-        # A backward must not reuse the memory of saved tensors, which answers may still be sent from.
-        config.patch(force_non_lazy_backward_lowering=compiles_backward, donated_buffer=False),
+        # A backward must not reuse the memory of saved tensors, which answers may still be sent from. The tag keeps
+        # other graphs out, because the keys of Inductor's files do not show whether they reuse it.
+        _patch(config, force_non_lazy_backward_lowering=compiles_backward, donated_buffer=False),
+        _patch(torch.compiler.config, cache_key_tag="backhaul"),
     ):
         compiled: Any = compile_fx(graph, examples, config_patches=dict(_SETTINGS))
     return lambda sources: compiled(*sources)
+
+
+def may_differentiate() -> AbstractContextManager[Any]:
+    """Returns a context in which a backward with `create_graph` may run. None of ours reuses saved memory."""
+    from torch._functorch import config
+
+    return _patch(config, donated_buffer=False)
+
+
+def _patch(config: Any, **settings: Any) -> AbstractContextManager[Any]:
+    patched: AbstractContextManager[Any] = config.patch(**settings)
+    return patched
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """The child process that compiles a program for a worker: see NOTE [Compiling].
 
 Usage: python -m backhaul_server.worker.compile_program DEVICE DIRECTORY SECONDS BYTES, with the encoded program as
-standard input. It leaves what Inductor has made in the directory, or in Inductor's own if that is empty. If it fails, it says why in one line.
+standard input. It leaves what Inductor has made in the directory, or in Inductor's own if that is empty. If it fails,
+it says why in one line.
 """
 
 import resource

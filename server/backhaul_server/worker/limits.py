@@ -79,6 +79,7 @@ LOOKS = Limit(
 )
 ALL_LOOKS = Limit("unread answers with telemetry", 128, "each may hold 256 KiB in gRPC's buffers")
 WATCHES = Limit("open health watches", 256, "they need no token; a load balancer has one")
+COMPILATIONS = Limit("programs of a credential that wait to be compiled", 16, "they are compiled one after another")
 SHARED_ANSWERS = Limit("answers in shared memory that a trainer has not ended", 256, "a trainer has one per request")
 
 _NAME = Limit("characters of a name", MAX_NAME, "names are for people")

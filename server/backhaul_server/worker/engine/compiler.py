@@ -26,11 +26,12 @@ from time import monotonic
 
 import torch
 
-from backhaul_runtime.errors import CompilingError, LimitError, ProgramError
+from backhaul_runtime.errors import CompilingError, ProgramError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.compiled_programs import compile_program, functions, why_not_compiled
 from backhaul_runtime.torch_internals import inductor
 from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.limits import COMPILATIONS
 
 logger = logging.getLogger("backhaul.worker")
 
@@ -41,7 +42,7 @@ COMPILE_LIMIT_BYTES = 16 << 30
 """Bytes of address space that each process of a compilation may have. torch alone maps some 4 GiB."""
 
 MOST_PROGRAMS = 64
-"""Number of programs that are compiled for one credential. Each takes some megabytes of files."""
+"""Number of programs that are kept compiled for one credential. Each takes some megabytes of files."""
 
 _EXPECTED_S = 30.0
 """What trainers are told about the first compilation, before one was measured."""
@@ -98,20 +99,14 @@ class Compiler:
 
         Raises:
             CompilingError: It is being compiled.
-            LimitError: Too many programs are compiled for this credential.
+            LimitError: Too many programs of this credential wait for that.
             ProgramError: It cannot be compiled, or was compiled with something else on the trainer.
         """
         if reason := why_not_compiled(program):
             raise ProgramError(f"the program cannot run compiled: {reason}")
         present = self._compilations.get((account.name, address))
         if present is None:
-            if sum(name == account.name for name, _ in self._compilations) >= MOST_PROGRAMS:
-                raise LimitError(
-                    f"this worker has compiled {MOST_PROGRAMS} programs for this credential, and compiles no more",
-                    limit="compiled programs",
-                    most=MOST_PROGRAMS,
-                    found=MOST_PROGRAMS + 1,
-                )
+            COMPILATIONS.check(1 + sum(not one.is_done for one in self._of(account).values()))
             present = self._compilations[account.name, address] = _Compilation()
             task = asyncio.create_task(self._compile(present, account, encoded, program))
             self._tasks.add(task)
@@ -129,6 +124,17 @@ class Compiler:
             program, partial(compile_program, device=self._device, compiles_backward=True, directory=directory)
         )
 
+    def _of(self, account: Account) -> dict[tuple[str, bytes], _Compilation]:
+        return {key: one for key, one in self._compilations.items() if key[0] == account.name}
+
+    async def _forget(self, account: Account) -> None:
+        """Forgets what was compiled for a credential, and removes the files. Functions that are in use stay."""
+        for key, one in self._of(account).items():
+            if one.is_done:
+                del self._compilations[key]
+        if directory := self._directory_of(account):
+            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
     def _directory_of(self, account: Account) -> str:
         if self._is_trainers_own:
             return ""
@@ -139,6 +145,8 @@ class Compiler:
     async def _compile(self, present: _Compilation, account: Account, encoded: bytes, program: Program) -> None:
         try:
             async with self._one:
+                if len(self._of(account)) > MOST_PROGRAMS:
+                    await self._forget(account)
                 began_at_s = monotonic()
                 present.error = await self._difference(program) or await self._run(account, encoded)
                 if not present.error:

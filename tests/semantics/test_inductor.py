@@ -1,0 +1,222 @@
+"""Blocks with Inductor's kernels have the bits of torch.compile, whoever recomputes them."""
+
+import asyncio
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import CompilingError, ProgramError, Session
+from backhaul._backend import backend
+from backhaul._observe.report import Decision
+from backhaul_runtime.program.codec import address_of_program, decode_program, encode_program
+from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.program.program import Compilation, Program
+from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals import inductor
+from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.engine.compiler import Compiler
+from conftest import QUIET, wait_until
+from support.bits import differing, seed_generators
+from support.compiled import MARKS
+from support.loopback import Loopback
+from support.processes import WorkerProcess
+
+if shutil.which("g++") is None:
+    pytest.skip("these tests need a C++ compiler, g++, which Inductor uses", allow_module_level=True)
+
+pytestmark = [
+    *MARKS,
+    pytest.mark.filterwarnings("ignore:.torch.jit.script_method"),  # which Inductor's import uses
+    pytest.mark.slow,
+    pytest.mark.xdist_group("inductor"),
+]
+WIDTH, LAYERS = 8, 3
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Has few kernels, as each takes a second or two to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
+
+
+def model() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(LAYERS))
+
+
+def results(blocks: nn.ModuleList, run: Callable[..., Any], seed: int) -> list[Tensor | None]:
+    """The output of a step, the gradients, and what the generator gives afterwards."""
+    seed_generators(seed)
+    x = torch.randn(2, 3, WIDTH, requires_grad=True)
+    y = x * 1
+    for block in blocks:
+        y = run(block, y)
+    y.square().mean().backward()
+    found = [y.detach(), x.grad, *[parameter.grad for parameter in blocks.parameters()], torch.rand(3)]
+    blocks.zero_grad()
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[Tensor | None]]:
+    """What the same blocks give without Backhaul, compiled by torch's own backend."""
+    blocks = model()
+    compiled = {block: torch.compile(block) for block in blocks}
+    return [results(blocks, lambda block, x: compiled[block](x), seed) for seed in range(3)]
+
+
+@pytest.fixture
+def compiling() -> Iterator[Session]:
+    """A session with a worker of its own that compiles."""
+    with backhaul.connect(settings=QUIET) as session:
+        yield session
+
+
+def with_inductor(session: Any) -> Callable[..., Any]:
+    """The user has compiled with Inductor's kernels."""
+    compiled: dict[nn.Module, Any] = {}
+
+    def run(block: nn.Module, x: Tensor) -> Any:
+        if block not in compiled:
+            compiled[block] = torch.compile(block, backend=backend, options={"kernels": "inductor"})
+        return session.checkpoint(compiled[block], x)
+
+    return run
+
+
+def remote(session: Any) -> int:
+    return sum(segment.decisions.get(Decision.GRADIENTS, 0) for segment in session.report().segments)
+
+
+def test_a_worker_computes_the_bits_of_inductor(compiling: Session, expected: list[list[Tensor | None]]) -> None:
+    blocks, run = model(), with_inductor(compiling)
+
+    def is_remote() -> bool:  # until the worker has compiled the program, the trainer recomputes
+        before = remote(compiling)
+        for seed, right in enumerate(expected):
+            assert not differing(right, results(blocks, run, seed))
+        return remote(compiling) - before == LAYERS * len(expected)
+
+    wait_until(is_remote, "the worker has compiled the program", 300.0)
+    (segment,) = compiling.report().segments
+    assert segment.known == segment.calls
+    assert all("still compiles" in reason for reason in segment.reasons)
+    with compiling.accumulate() as step:
+        for seed, right in enumerate(expected):
+            seed_generators(seed)
+            y = torch.randn(2, 3, WIDTH, requires_grad=True) * 1
+            for block in blocks:
+                y = run(block, y)
+            step.backward(y.square().mean())
+            assert not differing(right[:1], [y.detach()])
+    sums: list[Tensor | None] = [None] * len(list(blocks.parameters()))
+    for right in expected:
+        for number, gradient in enumerate(right[2:-1]):
+            before = sums[number]
+            assert gradient is not None
+            sums[number] = gradient if before is None else before + gradient
+    assert not differing(sums, [parameter.grad for parameter in blocks.parameters()])
+
+
+def test_backhaul_compiles_with_inductor_itself(expected: list[list[Tensor | None]]) -> None:
+    blocks, loopback = model(), Loopback()
+    for lost in (False, True):  # a worker computes, then the trainer
+        loopback.is_lost = lost
+        for seed, right in enumerate(expected):
+            found = results(blocks, lambda block, x: loopback.checkpoint(block, x, graphs="inductor"), seed)
+            assert not differing(right, found)
+    (segment,) = loopback.report().segments
+    assert (segment.known, segment.decisions[Decision.GRADIENTS]) == (6 * LAYERS, 3 * LAYERS)
+
+
+def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | None]]) -> None:
+    with WorkerProcess("--memory", "1GiB") as worker, backhaul.connect(worker.address, settings=QUIET) as session:
+        assert not differing(expected[0], results(model(), with_inductor(session), 0))
+        (reason,) = session.report().segments[0].reasons
+        assert "it compiles no programs (a worker with --compile does)" in reason
+
+
+def test_a_gradient_can_be_differentiated_as_far_as_torchs() -> None:
+    block, x = model()[0], torch.randn(2, 3, WIDTH, requires_grad=True)
+    found: list[Tensor | None] = []
+    for run in (lambda block, x: torch.compile(block)(x), with_inductor(Loopback())):
+        seed_generators(1)
+        y = run(block, x * 1)
+        found += torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        assert found[-1] is not None
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            found[-1].sum().backward()
+    assert not differing(found[:1], found[1:])
+
+
+def test_what_no_compiled_program_expresses_keeps_its_activations() -> None:
+    loopback = Loopback()
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.tanh(), x.argmax(-1)
+
+    x = torch.randn(4, 4, requires_grad=True)
+    mine = loopback.checkpoint(function, x, graphs="inductor")
+    theirs = torch.compile(function)(x)
+    assert not differing(mine, theirs)
+    (segment,) = loopback.report().segments
+    (reason,) = segment.kept
+    assert "it returns a tensor without gradient" in reason
+
+
+def sine() -> Program:
+    """The compiled program of one op, for a source of 4 numbers."""
+    recorder, x = Recorder([], allowed_ops(), lambda tensor, *_: tensor.detach()), torch.randn(4, requires_grad=True)
+    with recorder:
+        y = torch.sin(x)
+    compilation = Compilation((layout_of(x),), tuple(sorted(inductor.facts(CPU).items())))
+    return replace(recorder.finish([y]), compilation=compilation)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            lambda p: replace(p, compilation=replace(p.compilation, facts=(("compiler", "another"),))),
+            "compiles otherwise",
+        ),
+        (lambda p: replace(p, ambient_states=p.ambient_states * 2), "changes a setting"),
+        (lambda p: replace(p, sources=(replace(p.sources[0], is_written=True),)), "writes to its inputs"),
+        (lambda p: replace(p, outputs=()), ""),
+    ],
+)
+def test_a_worker_refuses_what_it_cannot_compile(change: Callable[[Any], Program], why: str) -> None:
+    program = change(sine())
+    encoded = encode_program(program)
+    address, decoded = address_of_program(encoded), decode_program(encoded, CPU)
+    assert decoded == program
+
+    async def compile_it() -> str:
+        compiler, account = Compiler(CPU, is_trainers_own=True), Account()
+        try:
+            while True:
+                try:
+                    compiler.check(account, address, encoded, decoded)
+                except CompilingError:
+                    await asyncio.sleep(0.1)
+                except ProgramError as error:
+                    return error.message
+                else:
+                    return ""
+        finally:
+            await compiler.close()
+
+    assert why in asyncio.run(asyncio.wait_for(compile_it(), 300.0))
