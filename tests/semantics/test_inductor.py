@@ -65,9 +65,14 @@ def results(blocks: nn.ModuleList, run: Callable[..., Any], seed: int) -> list[T
     for block in blocks:
         y = run(block, y)
     y.square().mean().backward()
-    found = [y.detach(), x.grad, *[parameter.grad for parameter in blocks.parameters()], torch.rand(3)]
+    outcome: list[Tensor | None] = [
+        y.detach(),
+        x.grad,
+        *[parameter.grad for parameter in blocks.parameters()],
+        torch.rand(3),
+    ]
     blocks.zero_grad()
-    return found
+    return outcome
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +141,8 @@ def test_backhaul_compiles_with_inductor_itself(expected: list[list[Tensor | Non
     for lost in (False, True):  # a worker computes, then the trainer
         loopback.is_lost = lost
         for seed, right in enumerate(expected):
-            found = results(blocks, lambda block, x: loopback.checkpoint(block, x, graphs="inductor"), seed)
-            assert not differing(right, found)
+            outcome = results(blocks, lambda block, x: loopback.checkpoint(block, x, graphs="inductor"), seed)
+            assert not differing(right, outcome)
     (segment,) = loopback.report().segments
     assert (segment.known, segment.decisions[Decision.GRADIENTS]) == (6 * LAYERS, 3 * LAYERS)
 
@@ -151,15 +156,15 @@ def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | Non
 
 def test_a_gradient_can_be_differentiated_as_far_as_torchs() -> None:
     block, x = model()[0], torch.randn(2, 3, WIDTH, requires_grad=True)
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for run in (lambda block, x: torch.compile(block)(x), with_inductor(Loopback())):
         seed_generators(1)
         y = run(block, x * 1)
-        found += torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        assert found[-1] is not None
+        gradients += torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        assert gradients[-1] is not None
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
-            found[-1].sum().backward()
-    assert not differing(found[:1], found[1:])
+            gradients[-1].sum().backward()
+    assert not differing(gradients[:1], gradients[1:])
 
 
 def test_what_no_compiled_program_expresses_keeps_its_activations() -> None:

@@ -24,9 +24,6 @@ MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
 
 
-TOO_MANY_KINDS = f"its inputs or settings have changed {MAX_KINDS} times"
-
-
 class CallKind(NamedTuple):
     """What decides which ops a graph runs, see NOTE [Known programs].
 
@@ -194,7 +191,7 @@ class CapturedGraph:
     def note(self, kind: CallKind, learn: Callable[[], Learned]) -> str:
         """Notes what `learn` returns of a kind. Returns why later calls have to be recorded, as `learn` does."""
         if len(self._learned) >= MAX_KINDS and kind.key not in self._learned:
-            return TOO_MANY_KINDS
+            return f"its inputs or settings have changed {MAX_KINDS} times"
         try:
             self._learned[kind.key] = kind, learn()
         except Exception as error:  # no variable may refer to it: its traceback refers to the variables

@@ -154,19 +154,15 @@ def _segment(
         saving_nodes=(len(program.nodes),) * len(saved),
         whole_sources=tuple(whole_source(one, recorder.recording) for one in saved),
     )
-    number = {id(output): place for place, output in enumerate(recorded)}
-    given = {id(value): place for place, value in enumerate(inputs)}
+    pool = {id(value): index for index, value in enumerate([*recorded, *inputs]) if isinstance(value, Tensor)}
+    indices = [pool.get(id(value), -1) for value in returned]
     constants = [None if isinstance(value, Tensor) else value for value in returned]
-    made = [number.get(id(value), -1) if isinstance(value, Tensor) else -1 for value in returned]
-    passed = [given.get(id(value), -1) if isinstance(value, Tensor) else -1 for value in returned]
 
-    def forward(*call_inputs: Any) -> tuple[Any, ...]:
+    def forward(*values: Any) -> tuple[Any, ...]:
         with DisableTorchFunctionAndModes():
-            results = function([call_inputs[position] for position in known.inputs])
-        return tuple(
-            results[own] if own >= 0 else call_inputs[through] if through >= 0 else constant
-            for own, through, constant in zip(made, passed, constants, strict=True)
-        )
+            results = function([values[position] for position in known.inputs])
+        given = [*results, *values]
+        return tuple([given[i] if i >= 0 else constant for i, constant in zip(indices, constants, strict=True)])
 
     assert program.compilation is not None
     layouts = [*program.compilation.layouts, *map(layout_of, outputs)]
@@ -176,7 +172,7 @@ def _segment(
         known,
         EncodedProgram.of(program),
         kind,
-        tuple(made.index(place) for place in range(len(outputs))),
+        tuple(indices.index(number) for number in range(len(outputs))),
         pattern_of(returned, inputs),
         KnownUses.of_only_graph(program, of_frame, graph_uses, outputs),
         packed_bytes,

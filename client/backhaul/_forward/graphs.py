@@ -35,7 +35,6 @@ from backhaul._backward.local_recompute import nesting
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward.captured_graph import (
     OTHER_OPS,
-    TOO_MANY_KINDS,
     CallKind,
     CapturedGraph,
     GraphCall,
@@ -221,12 +220,13 @@ def _compiling_kinds(
         target.graph_count += 1
         call = GraphCall(graph, inputs)
         kind = kind_of_call(target.dispatcher, call, target.options)
-        learned: Learned | CallKind = kind
+        learned: Learned | CallKind | None = kind
         if isinstance(kind, CallKind):
             with lock:
-                if graph.learned(kind) is None:
-                    graph.note(kind, partial(compiled_segment, graph, kind, inputs))
-                learned = graph.learned(kind) or TOO_MANY_KINDS
+                learned = graph.learned(kind)
+                if learned is None:
+                    reason = graph.note(kind, partial(compiled_segment, graph, kind, inputs))
+                    learned = graph.learned(kind) or reason
         if isinstance(learned, KnownSegment):
             return run_known(target.dispatcher, call, learned, target.options)
         _keep_activations(target, graph.name, str(learned))
@@ -313,19 +313,19 @@ class Graphs:
                 name = name_of(getattr(function, "_orig_mod", function))
                 return self._compiled(name, partial(function, *args, **kwargs), options)
             if options.graphs == "inductor":
-                run = partial(in_graphs(key_of(function), compile_by_inductor), function, args, kwargs)
-                return self._compiled(name_of(function), run, options)
+                call = partial(in_graphs(key_of(function), compile_by_inductor), function, args, kwargs)
+                return self._compiled(name_of(function), call, options)
             if options.graphs == "eager" and key_of(function) not in self._refused:
                 if reason := _why_not_now():
                     return run_segment(self._dispatcher, function, args, kwargs, options, _noting(reason))
                 return self._compiling(function, args, kwargs, options)
         return run_segment(self._dispatcher, function, args, kwargs, options)
 
-    def _compiled(self, name: str, run: Callable[[], Any], options: Options) -> Any:
+    def _compiled(self, name: str, call: Callable[[], Any], options: Options) -> Any:
         """Runs a function that is compiled with our backend."""
         target = GraphTarget(self._dispatcher, options)
         with _running(target), target.compiling:
-            returned = run()
+            returned = call()
         if not target.graph_count:
             CallLog(self._dispatcher.journal.log(name), self._dispatcher.telemetry).kept(NO_GRAPH)
         return returned

@@ -67,7 +67,7 @@ def compile_graph(
         _patch(torch.compiler.config, cache_key_tag="backhaul"),
     ):
         compiled: Any = compile_fx(graph, examples, config_patches=dict(_SETTINGS))
-    return lambda sources: compiled(*sources)
+    return lambda tensors: compiled(*tensors)
 
 
 def may_differentiate() -> AbstractContextManager[Any]:

@@ -94,7 +94,7 @@ class Compiler:
         Args:
             account: The account of the credential.
             address: The address of the program.
-            encoded: Its encoding.
+            encoded: The program as it was sent.
             program: The program, which gets the compiled function when it first runs.
 
         Raises:

@@ -76,7 +76,7 @@ class Worker:
         last_error: Message of the last request that failed by a fault of the worker, and when, in seconds since 1970.
         spared_bytes: Bytes of tensors that trainers did not send, because they sent differences from earlier ones.
         allowed: What programs may name beside torch's ops. Set once, before the worker serves anyone.
-        compiler: Compiles programs.
+        compiler: What compiles the programs of trainers that use Inductor.
         anyone: The account of sessions that no credential has opened.
         streams: Number of open long-lived streams of all sessions.
         unnamed_streams: Number of further open streams that have not named their session yet.
