@@ -157,6 +157,20 @@ def test_tensors_for_an_unsaved_segment_are_evicted_after_replays() -> None:
     assert (store.missing(OWNER, [b"a", b"b"]), dropped) == ([b"a"], ["s"])
 
 
+def test_a_computed_tensor_evicts_cached_ones_but_none_that_an_unsaved_segment_needs() -> None:
+    store = filled(100, cached=40)
+    store.attach("s", OWNER, [b"cached"], [], 0)
+    store.detach("s")
+    store.expect(OWNER, 50)
+    store.arrived(OWNER, b"awaited", "awaited", 50)
+
+    store.cache(OWNER, b"small", "small", 30)
+    assert store.missing(OWNER, [b"cached", b"awaited", b"small"]) == [b"cached"]
+
+    store.cache(OWNER, b"large", "large", 60)
+    assert store.missing(OWNER, [b"awaited", b"large"]) == [b"large"]
+
+
 def test_an_execution_waits_for_an_answer_that_is_being_sent() -> None:
     store = filled(100, a=10)
     store.attach("s", OWNER, [b"a"], [], 50)

@@ -632,11 +632,13 @@ class Store(Generic[T]):
             return True
         while free() < size_bytes and self._cached:
             self._evict(next(iter(self._cached)))
-        while free() < size_bytes and self._ready and not only_cached:
+        if only_cached:
+            return free() >= size_bytes
+        while free() < size_bytes and self._ready:
             self.drop_ready(self.last_needed() if self.last_needed is not None else next(iter(self._ready)))
         while free() < size_bytes and self._awaited:
             self._evict(next(iter(self._awaited)))
-        for key in [] if only_cached or free() >= size_bytes else [k for k in self._results if not self._pinned[k]]:
+        for key in [] if free() >= size_bytes else [k for k in self._results if not self._pinned[k]]:
             if free() >= size_bytes:
                 break
             _, drop = self._results[key]
