@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -19,12 +20,16 @@ from hypothesis import HealthCheck, settings
 
 import backhaul
 from support.devices import DEVICE
+from support.nursery import ForkingSubprocess
 from support.processes import WorkerProcess, open_files
 
 if TYPE_CHECKING:
     from backhaul import Session
     from support.bits import Checkpoint
     from support.loopback import Loopback
+
+# Imports and collection make a million objects that stay. Looking through them again and again takes seconds.
+gc.disable()
 
 WITHOUT_TORCH = "WITHOUT_TORCH" in os.environ
 """Set by `make fast` for tests/pure: an import of torch then fails."""
@@ -75,6 +80,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if any(f"not {marker} " in f"{config.option.markexpr} " for marker in markers) else None
 
 
+def pytest_collection_finish() -> None:
+    """From here on the collector looks only at what tests make."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Gives each test one thread and a known state of torch's generators."""
@@ -104,6 +115,21 @@ def patient_trainers() -> Iterator[None]:
             patch.setattr(deadlines, "SHORTEST_EXECUTION_LIMIT_S", QUIET_S)
             patch.setattr(deadlines, "SHORTEST_QUEUE_LIMIT_S", QUIET_S)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers() -> Iterator[None]:
+    """The worker that connect() starts is forked. Tests of its start use `real_start`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not WITHOUT_TORCH:
+            patch.setattr("backhaul._worker_client.connection.embedded.subprocess", ForkingSubprocess)
+        yield
+
+
+@pytest.fixture
+def real_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that connect() starts is a Python of its own, as for users."""
+    monkeypatch.setattr("backhaul._worker_client.connection.embedded.subprocess", subprocess)
 
 
 @pytest.fixture
@@ -149,10 +175,10 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
     """A session on the shared worker. Whatever a test does with it, nothing stays on the worker, nor of its threads."""
     threads, files = threading.active_count(), open_files()
     with backhaul.connect(worker.address, settings=QUIET) as session:
-        gc.freeze()  # what was there before, all of torch, need not be looked through again after each test
+        gc.collect()
+        gc.freeze()  # what earlier tests have left need not be looked through again
         yield session
         gc.collect()
-        gc.unfreeze()
         settle(session)
         wait_until(lambda: _segments(worker, session) == 0, "segments are released")
     wait_until(lambda: threading.active_count() <= threads, "threads end")

@@ -69,7 +69,8 @@ def test_an_execution_is_cancelled_with_its_segment(worker: WorkerProcess, end: 
 @pytest.mark.slow
 @on_the_host("a device gets all ops of a run at once, and nothing ends them")
 def test_an_execution_ends_at_its_deadline_and_an_op_that_does_not_ends_the_process() -> None:
-    with WorkerProcess("--execution-limit", "1", "--memory", "1GiB", supervised=True) as worker:
+    one_core = {"OMP_NUM_THREADS": "1"}  # what never ends keeps no other test waiting
+    with WorkerProcess("--execution-limit", "1", "--memory", "1GiB", supervised=True, environment=one_core) as worker:
         with Hostile(worker.address) as client:
             error = error_from(start(client))
             assert isinstance(error, ReplayError)

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from integration.test_discovery import Training
 from numerics.cases import blocks, inputs
 from support.bits import differing, grad_of, plainly, train
 from support.devices import DEVICE
+from support.nursery import ForkedCommand
 from support.processes import WorkerProcess, in_order
 
 LAYERS = 6
@@ -307,30 +309,23 @@ def test_strict_raises_in_backward_where_the_worker_is_gone() -> None:
 
 @pytest.mark.slow
 def test_a_dead_trainers_memory_is_free_within_its_lease() -> None:
-    import subprocess
-    import sys
-
     code = (
-        "import sys, torch, backhaul\n"
+        "import signal, sys, torch, backhaul\n"
         "torch.set_default_device(sys.argv[2])\n"
         "session = backhaul.connect(sys.argv[1])\n"
         "y = session.checkpoint(torch.nn.Linear(64, 64), torch.randn(8, 64, requires_grad=True))\n"
         "z = session.checkpoint(torch.sin, torch.randn(3, requires_grad=True), returns='gradients')\n"
         "z.sum().backward()\n"
         "print('saved', flush=True)\n"
-        "sys.stdin.read()\n"
+        "signal.pause()\n"
     )
-    with WorkerProcess("--lease", "1") as worker:
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", code, worker.address, DEVICE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    with WorkerProcess("--lease", "1") as worker, tempfile.TemporaryFile("w") as log:
+        trainer = ForkedCommand(["-c", code, worker.address, DEVICE], log)
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "saved\n"
         assert worker.telemetry().memory.segment_bytes > 0
         trainer.kill()
         trainer.communicate()
+        trainer.stdout.close()
         wait_until(lambda: not worker.telemetry().sessions, "the lease runs out")
         assert worker.telemetry().memory.segment_bytes == 0

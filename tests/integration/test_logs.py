@@ -5,15 +5,11 @@ import json
 import logging
 import os
 import pty
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import grpc
-import httpx
 import pytest
 import torch
 from torch import nn
@@ -23,7 +19,8 @@ from backhaul import SegmentUnknownError, Session
 from backhaul._worker_client.connection.embedded import EmbeddedWorker
 from backhaul_proto.v1 import segment_pb2
 from conftest import QUIET, quiet, settle, wait_until
-from support.nursery import ForkedCommand
+from support.dashboards import Dashboard
+from support.nursery import ForkedCommand, run
 from support.processes import WorkerProcess
 from support.wire import Asked, Services
 
@@ -120,9 +117,7 @@ def test_what_a_worker_refuses_is_there_for_those_who_ask() -> None:
 def test_a_trainer_that_is_gone_is_named() -> None:
     code = "import backhaul, os, sys; print(backhaul.connect(sys.argv[1]).run, flush=True); os.kill(os.getpid(), 9)"
     with WorkerProcess("--memory", "1GiB", "--lease", "0.2") as worker:
-        trainer = subprocess.run(
-            [sys.executable, "-c", code, worker.address], stdout=subprocess.PIPE, text=True, timeout=240, check=False
-        )
+        trainer = run("-c", code, worker.address)
         wait_until(lambda: "ran out" in worker.logged(), "the lease runs out")
         (line,) = named(lines(worker.end()), "The lease of")
     assert (line["level"], line["session"]) == ("WARNING", trainer.stdout.strip())
@@ -130,19 +125,11 @@ def test_a_trainer_that_is_gone_is_named() -> None:
 
 @pytest.mark.slow
 def test_a_dashboard_logs_json_also_what_its_server_says() -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", FAILING_PAGE, "dashboard", "--worker", "127.0.0.1:1", "--listen", "127.0.0.1:0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    url = process.stdout.readline().split()[-1]
-    assert httpx.get(f"{url}/healthz", timeout=240).status_code == 200
-    assert httpx.get(f"{url}/static/x.css", timeout=240).status_code == 500
-    process.send_signal(signal.SIGTERM)
-    _, logged = process.communicate(timeout=240)
-    (line,) = named(lines(logged), "Exception in ASGI application")
+    with Dashboard("127.0.0.1:1", program=("-c", FAILING_PAGE)) as dashboard:
+        assert dashboard.get("/healthz").status_code == 200
+        assert dashboard.get("/static/x.css").status_code == 500
+        wait_until(lambda: "Exception in ASGI application" in dashboard.logged(), "the error is logged")
+        (line,) = named(lines(dashboard.logged()), "Exception in ASGI application")
     assert (line["level"], line["command"], line["logger"]) == ("ERROR", "dashboard", "uvicorn.error")
     assert str(line["exception"]).endswith("ZeroDivisionError: a bug")
 

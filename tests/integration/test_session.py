@@ -37,7 +37,7 @@ def compared(session: Session, returns: str = "auto") -> None:
 
 
 @pytest.mark.slow
-def test_an_embedded_worker_needs_no_address_and_gets_no_signals_of_the_terminal() -> None:
+def test_an_embedded_worker_needs_no_address_and_gets_no_signals_of_the_terminal(real_start: None) -> None:
     before = signal.getsignal(signal.SIGINT)
     with connect(settings=quiet(memory_bytes=1 << 30)) as session:
         assert session._embedded is not None
@@ -361,7 +361,7 @@ def test_a_session_nobody_closed_is_closed_at_exit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_embedded_worker_that_can_not_start_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_embedded_worker_that_can_not_start_is_quoted(real_start: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ConnectError, match="ended with code 1"):
         connect()

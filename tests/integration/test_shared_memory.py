@@ -21,6 +21,7 @@ from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.wire.shared_memory import LEAST_BYTES
 from conftest import QUIET, quiet, settle, wait_until
 from support.bits import Checkpoint, plainly
+from support.nursery import run
 from support.processes import WorkerProcess
 from support.proxy import SlowProxy
 
@@ -250,8 +251,7 @@ def test_a_trainer_that_is_killed_leaves_nothing(sockets: Path) -> None:
     )
     with WorkerProcess("--lease", "1") as worker:
         tests = str(Path(__file__).parent.parent)
-        environment = {**os.environ, "TESTS": tests}
-        subprocess.run([sys.executable, "-c", code, worker.address], timeout=240, env=environment, check=False)
+        assert run("-c", code, worker.address, TESTS=tests).returncode == -signal.SIGKILL
         wait_until(lambda: mapped(worker.pid) == 0, "the lease has run out")
         assert opened(worker.pid) == []
 

@@ -1,12 +1,11 @@
 """Traces of a training program that configures an SDK, in a process of its own: a process has one SDK."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from support.nursery import run
 from support.processes import WorkerProcess
 
 PROGRAM = """
@@ -43,9 +42,7 @@ for telemetry in (True, False):
 
 @pytest.mark.slow
 def test_steps_are_spans_inside_the_programs_own(worker: WorkerProcess) -> None:
-    process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, worker.address], capture_output=True, text=True, timeout=240, check=False
-    )
+    process = run("-c", PROGRAM, worker.address)
     assert process.returncode == 0, process.stderr
     with_telemetry, without = map(json.loads, process.stdout.splitlines())
     check(with_telemetry)

@@ -9,7 +9,8 @@ import torch
 from support.bits import differing, outcome, plainly, seed_generators
 from support.loopback import Loopback
 
-SAMPLES = 4
+SAMPLES = [2, pytest.param(4, marks=pytest.mark.nightly)]
+"""The most samples of an op that are compared."""
 NOT_COMPARED = {
     "torch.ops.aten._flash_attention_forward.": "needs CUDA",
     "torch.ops.aten._efficient_attention_forward.": "needs CUDA",
@@ -25,8 +26,9 @@ CHUNKS = 16
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("most", SAMPLES)
 @pytest.mark.filterwarnings("ignore")
-def test_every_op_of_torchs_database(chunk: int, subtests: pytest.Subtests) -> None:
+def test_every_op_of_torchs_database(chunk: int, most: int, subtests: pytest.Subtests) -> None:
     from torch.testing._internal.common_methods_invocations import (
         op_db,
     )  # takes a second in a process that only collects
@@ -34,10 +36,10 @@ def test_every_op_of_torchs_database(chunk: int, subtests: pytest.Subtests) -> N
     for info in [info for info in op_db if info.supports_autograd][chunk::CHUNKS]:
         name = f"{info.name}.{info.variant_test_name}"
         with subtests.test(name):
-            assert (check(info) == 0) == (name in NOT_COMPARED)
+            assert (check(info, most) == 0) == (name in NOT_COMPARED)
 
 
-def check(info: Any) -> int:
+def check(info: Any, most: int) -> int:
     """Compares samples of an op, and returns how many."""
     dtype = next((d for d in (torch.float32, torch.float64, torch.complex64) if d in info.dtypes), None)
     if dtype is None:
@@ -47,7 +49,7 @@ def check(info: Any) -> int:
     compared = 0
     # In a thread, whose stack is short: torch's database looks through all of pytest's for each sample.
     with ThreadPoolExecutor(1) as pool:
-        samples = pool.submit(lambda: list(info.sample_inputs("cpu", dtype, requires_grad=True))[:SAMPLES]).result()
+        samples = pool.submit(lambda: list(info.sample_inputs("cpu", dtype, requires_grad=True))[:most]).result()
     for sample in samples:
         args = (sample.input, *sample.args)
         if info.name == "linalg.lstsq" and sample.kwargs.get("driver", "gelsy") == "gelsy":

@@ -156,8 +156,9 @@ def compare(worker: WorkerProcess, boundaries: Boundaries, seeds: range) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("boundaries", ["send", "derive"])
-def test_random_blocks(worker: WorkerProcess, boundaries: Boundaries) -> None:
-    compare(worker, boundaries, range(30))
+@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 40), marks=pytest.mark.nightly)], ids=len)
+def test_random_blocks(worker: WorkerProcess, boundaries: Boundaries, seeds: range) -> None:
+    compare(worker, boundaries, seeds)
 
 
 @pytest.mark.soak

@@ -63,8 +63,9 @@ def check(session: Session | Loopback, examples: int, *, derandomize: bool) -> N
 
 
 @pytest.mark.slow
-def test_modules_at_random(session: Session) -> None:
-    check(session, 400, derandomize=True)
+@pytest.mark.parametrize("examples", [150, pytest.param(400, marks=pytest.mark.nightly)])
+def test_modules_at_random(examples: int, session: Session) -> None:
+    check(session, examples, derandomize=True)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Ways to run a checkpointed call: recomputed on a worker, with either thing coming back, or kept on the trainer."""
 
 import functools
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,17 +15,6 @@ from conftest import RETURNS
 from support.bits import Checkpoint
 from support.calls import TimesOne, one
 from support.loopback import Loopback
-from support.processes import WorkerProcess
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen(worker: WorkerProcess) -> Iterator[None]:
-    """What is there before the first test is not looked through after each, which takes longer than most of them."""
-
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

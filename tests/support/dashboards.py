@@ -20,16 +20,23 @@ class Dashboard:
         workers: What it watches.
         options: For the command.
         store: Where it keeps history; where it does by itself if None.
+        program: What serves instead of `backhaul`: "-c" and code.
 
     Attributes:
         url: Where it is.
         process: Itself.
     """
 
-    def __init__(self, *workers: str, options: tuple[str, ...] = (), store: str | None = ":memory:") -> None:
+    def __init__(
+        self,
+        *workers: str,
+        options: tuple[str, ...] = (),
+        store: str | None = ":memory:",
+        program: tuple[str, ...] = (),
+    ) -> None:
         kept = ("--store", store) if store is not None else ()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads would fill
-        arguments = ["dashboard", "--listen", "127.0.0.1:0", *kept, *options, "--worker", *workers]
+        arguments = [*program, "dashboard", "--listen", "127.0.0.1:0", *kept, *options, "--worker", *workers]
         self.process = ForkedCommand(arguments, self._log)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().rpartition(" ")[2].strip()

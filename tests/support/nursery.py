@@ -1,4 +1,4 @@
-"""Forks commands from a process that has imported all that they need: an import of torch is most of a command's start.
+"""Forks programs from a process that has imported all that they need: an import of torch is most of a program's start.
 
 Run as a program, this module reads requests from the Unix socket that is its standard input. Each is the command line
 and the environment of a command, with three files: its standard output and error, and a socket on which its process id
@@ -18,9 +18,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 _REQUEST_BYTES = 1 << 18
+_PYTHON = sys.executable
 _AUDITED = {
     "compile",
     "ctypes.dlopen",
@@ -50,16 +51,17 @@ class Nursery(NamedTuple):
 
 
 class ForkedCommand:
-    """A `backhaul` command, with what tests use of `subprocess.Popen`.
+    """A `backhaul` command or a program in Python, with what tests use of `subprocess.Popen`.
 
     Args:
-        arguments: What follows `backhaul` on the command line.
+        arguments: What follows `backhaul` on the command line. After "-c": the code of a program and its arguments.
         stderr: Where its log goes.
         stdout: Where its output goes; None for a pipe.
-        environment: Variables to start it with, besides this process's own.
+        environment: Variables to start it with; None for this process's own.
 
     Attributes:
         stdout: The end of the pipe that its output comes from; None if it goes to a file.
+        stderr: The same for its log.
         pid: Its process id.
         returncode: Its exit code, negative for a signal; None before its end was noticed.
     """
@@ -73,11 +75,12 @@ class ForkedCommand:
     ) -> None:
         self._status, nursery_end = socket.socketpair()
         read, written = os.pipe() if stdout is None else (-1, os.dup(stdout.fileno()))
-        request = json.dumps([arguments, {**os.environ, **(environment or {})}]).encode()
+        request = json.dumps([arguments, dict(os.environ if environment is None else environment)]).encode()
         with nursery_end:
             socket.send_fds(nursery().requests, [request], [written, stderr.fileno(), nursery_end.fileno()])
         os.close(written)
         self.stdout = os.fdopen(read) if stdout is None else None
+        self.stderr: IO[str] | None = None
         self.pid = int(self._status.recv(32))
         self.returncode: int | None = None
 
@@ -125,13 +128,32 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     if arguments[0] == "worker":
         arguments = (*arguments, "--supervisor", str(nursery().pid))
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as log:
-        command = ForkedCommand(arguments, log, output, environment)
+        command = ForkedCommand(arguments, log, output, {**os.environ, **environment})
         try:
             code = command.wait(60)
         finally:
             command.kill()
         written = [os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in (output, log)]
         return subprocess.CompletedProcess(("backhaul", *arguments), code, *written)
+
+
+class ForkingSubprocess:
+    """What `connect()` needs of the module `subprocess`. The worker that it starts is forked."""
+
+    DEVNULL, PIPE, TimeoutExpired = subprocess.DEVNULL, subprocess.PIPE, subprocess.TimeoutExpired
+
+    @staticmethod
+    def Popen(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> "ForkedCommand":  # noqa: N802  its name there
+        """Starts the worker. Raises OSError for another Python than this one."""
+        if command[0] != _PYTHON:
+            raise OSError("only this Python can be forked")
+        arguments = list(command[command.index("backhaul") + 1 :])
+        arguments[arguments.index("--parent") + 1] = str(nursery().pid)
+        read, written = os.pipe()
+        with os.fdopen(written, "w") as log:
+            forked = ForkedCommand(arguments, log, environment=env)
+        forked.stderr = os.fdopen(read)
+        return forked
 
 
 @cache
@@ -158,6 +180,13 @@ def _audit(path: str) -> None:
             os.write(file, f"{time.monotonic()} {event} {str(arguments)[:200]!r}\n".encode())
 
     sys.addaudithook(note)
+
+
+def _run_program(code: str, *arguments: str) -> int:
+    """Runs a program as `python -c` does."""
+    sys.argv = ["-c", *arguments]
+    exec(code, {"__name__": "__main__"})
+    return 0
 
 
 def _serve() -> int:
@@ -206,7 +235,7 @@ def _serve() -> int:
                 if "AUDIT_FILE" in environment:
                     _audit(environment["AUDIT_FILE"])
                 try:
-                    code = main(arguments)
+                    code = _run_program(*arguments[1:]) if arguments[0] == "-c" else main(arguments)
                 except SystemExit as end:  # of argparse
                     code = int(end.code or 0)
                 atexit._run_exitfuncs()

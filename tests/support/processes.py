@@ -20,6 +20,7 @@ from support.nursery import ForkedCommand, nursery
 from support.wire import Services
 
 _COMMAND = ("-m", "backhaul")
+_CODE = "-c"
 _TAKEN_BY_FORKS = ("BACKHAUL_", "PYTHONPATH", "AUDIT_FILE")
 _BEYOND_ALL_REPORTS = 2**64 - 1
 
@@ -57,9 +58,10 @@ class WorkerProcess:
         self.process: subprocess.Popen[str] | ForkedCommand
         variables = dict(environment or {})
         is_forked = all(name.startswith(_TAKEN_BY_FORKS) for name in variables)
-        if is_forked and not supervised and program == _COMMAND:
-            forked = ["worker", *options, "--supervisor", str(nursery().pid)]
-            self.process = ForkedCommand(forked, self._log, environment=variables)
+        if is_forked and not supervised and (program == _COMMAND or program[0] == _CODE):
+            code = () if program == _COMMAND else program
+            forked = [*code, "worker", *options, "--supervisor", str(nursery().pid)]
+            self.process = ForkedCommand(forked, self._log, environment={**os.environ, **variables})
         else:
             own = () if supervised else ("--supervisor", str(os.getpid()))
             self.process = subprocess.Popen(

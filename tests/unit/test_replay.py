@@ -132,7 +132,6 @@ def test_nothing_is_left_when_a_step_is_over(block: Block, returns: str, remote:
         assert [o for o in gc.get_objects() if type(o) in left] == []
     finally:
         gc.enable()
-        gc.unfreeze()
 
 
 def test_generators_and_settings_are_the_callers_again(block: Block) -> None:
