@@ -19,12 +19,14 @@ ARG PIP_ARGS=
 COPY constraints.txt ./
 COPY deploy/image/slim.py ./
 COPY --from=requirements /requirements.txt ./
+# Anything but nothing makes an image whose workers can compile: it keeps torch's headers, and has a compiler.
+ARG COMPILES=
 # The environment has no pip, because nothing is installed in a running container.
 RUN python -m venv --without-pip /opt/backhaul \
     && pip --python /opt/backhaul/bin/python install --no-cache-dir --disable-pip-version-check \
         --constraint constraints.txt --requirement requirements.txt \
         ${TORCH_INDEX:+--extra-index-url ${TORCH_INDEX}} ${PIP_ARGS} \
-    && python slim.py /opt/backhaul
+    && python slim.py /opt/backhaul ${COMPILES:+--for-compiling}
 
 
 FROM dependencies AS project
@@ -48,6 +50,11 @@ RUN groupadd --gid 10001 backhaul \
     && install -d -o backhaul -g backhaul -m 0700 /var/lib/backhaul /run/backhaul/worker /run/backhaul/dashboard \
         /run/backhaul/certificates /run/backhaul/certificates/worker /run/backhaul/certificates/trainer \
         /run/backhaul/certificates/dashboard
+ARG COMPILES=
+RUN if [ -n "${COMPILES}" ]; then \
+        apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ libpython3-dev \
+        && rm -rf /var/lib/apt/lists/*; \
+    fi
 # Dependencies and project are separate layers, so an upgrade that changes no dependency pulls only the small one.
 COPY --from=dependencies /opt/backhaul /opt/backhaul
 COPY --from=project /opt/project /opt/backhaul

@@ -1,7 +1,8 @@
 """Removes files from a virtual environment that an image needs only to build or test, and prints the sizes.
 
-    python slim.py VENV
+    python slim.py VENV [--for-compiling]
 
+With --for-compiling what Inductor needs to compile and link stays: headers, and the tables of torch's libraries.
 Bytecode is kept, because a read-only container cannot write it and would compile torch at every start.
 """
 
@@ -10,6 +11,7 @@ import struct
 import sys
 from pathlib import Path
 
+HEADERS = "headers and tools to compile against torch and numpy"
 REMOVED = {
     "tools that install packages": [
         "setuptools",
@@ -25,7 +27,7 @@ REMOVED = {
         "torch/bin/*.ptl",
         "torch/bin/test_*",
     ],
-    "headers and tools to compile against torch and numpy": [
+    HEADERS: [
         "torch/bin/protoc*",
         "torch/include",
         "torch/share",
@@ -48,16 +50,19 @@ _OFFSET_IN_FILE = (0x08, "<Q")
 _SIZE_IN_FILE = (0x20, "<Q")
 
 
-def main(venv: Path) -> None:
-    """Slims a virtual environment in place."""
+def main(venv: Path, *, for_compiling: bool = False) -> None:
+    """Slims a virtual environment in place. See above for `for_compiling`."""
     (packages,) = venv.glob("lib/python3*/site-packages")
     before = size_bytes(venv)
     for what, patterns in REMOVED.items():
+        if for_compiling and what is HEADERS:
+            continue
         paths = [path for pattern in patterns for path in packages.glob(pattern)]
         _report(what, sum(map(size_bytes, paths)))
         for path in paths:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _report("symbols for debuggers", sum(strip_symbols(packages / name) for name in STRIPPED))
+    if not for_compiling:
+        _report("symbols for debuggers", sum(strip_symbols(packages / name) for name in STRIPPED))
     print(f"slim: {before / 1e6:.0f} MB -> {size_bytes(venv) / 1e6:.0f} MB")
 
 
@@ -101,4 +106,4 @@ def _report(what: str, removed_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), for_compiling="--for-compiling" in sys.argv[2:])

@@ -144,7 +144,7 @@ def test_backhaul_compiles_with_inductor_itself(expected: list[list[Tensor | Non
             outcome = results(blocks, lambda block, x: loopback.checkpoint(block, x, graphs="inductor"), seed)
             assert not differing(right, outcome)
     (segment,) = loopback.report().segments
-    assert (segment.known, segment.decisions[Decision.GRADIENTS]) == (6 * LAYERS, 3 * LAYERS)
+    assert (segment.name, segment.known, segment.decisions[Decision.GRADIENTS]) == ("Block", 6 * LAYERS, 3 * LAYERS)
 
 
 def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | None]]) -> None:

@@ -311,19 +311,20 @@ class Graphs:
         if options.may_be_known and not nesting.active and not runs_plainly():
             if getattr(backend_of(function), "makes_segments", False):
                 name = name_of(getattr(function, "_orig_mod", function))
-                return self._compiled(name, partial(function, *args, **kwargs), options)
+                call = partial(function, *args, **kwargs)
+                return self._compiled(name, call, GraphTarget(self._dispatcher, options))
             if options.graphs == "inductor":
+                name = name_of(function)
                 call = partial(in_graphs(key_of(function), compile_by_inductor), function, args, kwargs)
-                return self._compiled(name_of(function), call, options)
+                return self._compiled(name, call, GraphTarget(self._dispatcher, options, name))
             if options.graphs == "eager" and key_of(function) not in self._refused:
                 if reason := _why_not_now():
                     return run_segment(self._dispatcher, function, args, kwargs, options, _noting(reason))
                 return self._compiling(function, args, kwargs, options)
         return run_segment(self._dispatcher, function, args, kwargs, options)
 
-    def _compiled(self, name: str, call: Callable[[], Any], options: Options) -> Any:
+    def _compiled(self, name: str, call: Callable[[], Any], target: GraphTarget) -> Any:
         """Runs a function that is compiled with our backend."""
-        target = GraphTarget(self._dispatcher, options)
         with _running(target), target.compiling:
             returned = call()
         if not target.graph_count:
