@@ -24,6 +24,7 @@ PARTS = {
     "blocks": 60,
     "waits": 60,
     "devices": 60,
+    "compiled": 150,
     "layer": 120,
     "rates": 60,
     "depth": 60,

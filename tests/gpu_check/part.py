@@ -31,7 +31,7 @@ def main(part: str) -> None:
     if part == "imports":
         imports()
         return
-    from gpu_check import attention, blocks, devices, gradients, layer, probes, rates, waits
+    from gpu_check import attention, blocks, compiled, devices, gradients, layer, probes, rates, waits
 
     {
         "settings": probes.settings,
@@ -45,6 +45,7 @@ def main(part: str) -> None:
         "blocks": blocks.run,
         "waits": waits.run,
         "devices": devices.run,
+        "compiled": compiled.run,
         "layer": layer.run,
         "rates": rates.rates,
         "depth": rates.depth,
