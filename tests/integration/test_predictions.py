@@ -188,7 +188,7 @@ def test_ctrl_c_while_a_call_is_learnt_from(session: Session, monkeypatch: pytes
         if call == number:
             layers.append(nn.Linear(8, 8))
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(prediction, "_Source", interrupted)
+                patch.setattr(prediction, "_Seen", interrupted)
                 gradient(session.checkpoint)
         assert differing([gradient(session.checkpoint)], [gradient(plainly)]) == []
     assert session.report().fallbacks == 0

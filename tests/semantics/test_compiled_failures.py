@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from backhaul import NotRemoteError
-from backhaul._backward.handles import Handle, HandleTable
 from backhaul._forward import captured_graph, known_call
 from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime import errors
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.record.known_program import CHANGED, KnownCall
+from backhaul_runtime.record.known_program import CHANGED, KnownCall, KnownSaves
+from backhaul_runtime.tensors.deferred_digest import Digest
 from support.bits import differing, plainly, seed_generators
 from support.compiled import MARKS, WIDTH, block_like, inputs, own, reported, step
 from support.loopback import Loopback
@@ -29,10 +29,10 @@ def test_with_saved_tensors_that_differ_the_rest_stays_on_the_trainer(monkeypatc
         for _ in range(2):
             assert not differing(step(plainly, block, x), step(own(remote), block, x))
 
-        def note_saved(call: KnownCall, tensor: Tensor, stop: int = stop) -> None:
+        def note_saved(call: KnownCall, tensor: Tensor, stop: int = stop) -> int:
             if len(call.recording.saved) == stop:
                 raise Refusal(CHANGED)
-            own_note(call, tensor)
+            return own_note(call, tensor)
 
         monkeypatch.setattr(KnownCall, "note_saved", note_saved)
         assert not differing(step(plainly, block, x, 1), step(own(remote), block, x, 1))
@@ -68,11 +68,11 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
         own(remote)(block, x)
     alive: list[weakref.ref[Tensor]] = []
 
-    def note(call: KnownCall, tensor: Tensor) -> None:
+    def note(call: KnownCall, tensor: Tensor) -> int:
         held = [x, *block.parameters(), *block.buffers()]
         if tensor.data_ptr() not in {one.data_ptr() for one in held}:
             alive.append(weakref.ref(tensor))
-        own_note(call, tensor)
+        return own_note(call, tensor)
 
     own_note = KnownCall.note_saved
     with pytest.MonkeyPatch.context() as patch:
@@ -87,20 +87,20 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
     assert not any(taken() for taken in remote.taken)
 
 
-def test_a_handle_that_cannot_be_made_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_add = HandleTable.add
+def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_add = KnownSaves.add
     for stop in range(24):  # also in the middle of what one op saves
         remote, block, x = Loopback(), block_like(), inputs()
         for _ in range(2):
             step(own(remote), block, x)
 
-        def add(table: HandleTable, index: int, stop: int = stop) -> Handle:
-            if index == stop:
+        def add(saves: KnownSaves, content: Digest, offset: int, stop: int = stop) -> None:
+            if len(saves) == stop:
                 raise InjectedError("injected")
-            return own_add(table, index)
+            own_add(saves, content, offset)
 
         with monkeypatch.context() as patch:
-            patch.setattr(HandleTable, "add", add)
+            patch.setattr(KnownSaves, "add", add)
             assert not differing(step(plainly, block, x, 1), step(own(remote), block, x, 1)), stop
 
 
@@ -115,7 +115,6 @@ STEPS: dict[str, tuple[Any, str]] = {
     "find predecessors": (known_call, "predecessors_of"),
     "offer a segment": (known_call, "offer"),
     "note a saved tensor": (KnownCall, "note_saved"),
-    "make a handle": (HandleTable, "add"),
     "find the uses": (KnownUses, "of_call"),
     "make a lineage": (known_call, "lineage_of"),
     "graft": (known_call, "graft"),

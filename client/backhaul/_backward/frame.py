@@ -115,6 +115,7 @@ class RecordedSegment:
     Attributes:
         call: The call, with its recording.
         program: The program that recomputes the segment.
+        need_bytes: The bytes that a worker needs for it.
         tensors: The caller's object behind each source.
         uses: Where the segment's graph takes gradients.
         predecessors: Segments whose outputs are sources of this one: the source, the frame, and the output's position.
@@ -122,6 +123,7 @@ class RecordedSegment:
 
     call: CheckpointedCall
     program: Program
+    need_bytes: int
     tensors: Sequence[Tensor]
     uses: Uses
     predecessors: "Sequence[tuple[int, Frame, int]]"

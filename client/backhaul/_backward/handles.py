@@ -81,6 +81,7 @@ class HandleTable:
         self._call = call
         self._so_far: Callable[[], Program] | None = so_far
         self._unpack: Callable[[Handle], Tensor] | None = None  # while None, `_unpack_early` does it
+        self._by_position: dict[int, Handle] = {}
         self._lock = threading.RLock()  # guards the RNG generators, which a replay inside the call uses
 
     def add(self, index: int) -> Handle:
@@ -89,6 +90,12 @@ class HandleTable:
         self.handles[index] = weakref.ref(handle)
         return handle
 
+    def hold(self, index: int) -> Handle:
+        """Returns the handle of a tensor that autograd has by its position. It lives as long as the table."""
+        if index not in self._by_position:
+            self._by_position[index] = self.add(index)
+        return self._by_position[index]
+
     def end_call(self) -> None:
         """Drops everything that belongs to the running call."""
         self._so_far = None
@@ -96,6 +103,12 @@ class HandleTable:
     def unpack_by(self, unpack: Callable[[Handle], Tensor]) -> None:
         """Sets the frame's method for unpacking. The table then keeps the frame alive as long as any handle lives."""
         self._unpack = unpack
+
+    def unpack_packed(self, packed: int | Handle | Tensor) -> Tensor:
+        """The unpack hook of a call that gives autograd positions in the place of most handles."""
+        if isinstance(packed, Tensor):
+            return packed
+        return self.unpack(self.hold(packed) if isinstance(packed, int) else packed)
 
     def unpack(self, handle: Handle) -> Tensor:
         """Returns a tensor that autograd saved. Any thread that runs backward may call it."""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import RecordedSegment
@@ -20,7 +20,7 @@ from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, P
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
 from backhaul._observe.telemetry import Telemetry
-from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._torch_api.fsdp import frees_parameters
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.worker_session import WorkerSession
 from backhaul._worker_client.remote_segment import SavedSegment
@@ -234,9 +234,10 @@ class Dispatcher:
         known, superseded = site.learn(
             segment.program, recording, tensors, pending.arguments, pending.fn, pending.encoded
         )
+        frees = frees_parameters()
         sources = [
             self._may_be_freed(worker, worker_session, source, tensor)
-            if may_be_freed(tensor) and not source.is_copy  # FSDP does not free the recorder's copies
+            if frees and isinstance(tensor, nn.Parameter) and not source.is_copy  # FSDP frees no copy of the recorder
             else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
@@ -324,12 +325,12 @@ class Dispatcher:
             sources=sources,
             generator_states=generator_states,
             name=call.name,
-            queued_bytes=sum(source.layout.span_bytes for source in sources if source.is_copy),
+            queued_bytes=sum([source.layout.span_bytes for source in sources if source.is_copy]),
             count=count,
             sent=log.uploaded,
             spared=log.spared,
             is_predicted=is_predicted,
-            made=device_moments(source.value for source in sources if source.value is not None),
+            made=device_moments([s.value for s in sources if s.layout.is_on_accelerator and s.value is not None]),
         )
 
     def _next_target(self) -> tuple[WorkerHandle, WorkerSession, int]:
@@ -452,12 +453,10 @@ def _check_suitable(
         other = f"the worker {worker} computes other bits than this trainer: {_in_words(mismatch)}"
         raise Refusal(recording.unrecorded_choices or other)
     # The worker itself refuses what exceeds its budget or is not allowed, but only after the tensors were sent.
-    need = segment.program.execution_bytes([source.layout.gradient_bytes for source in recording.sources])
-    total = need + sum(source.layout.span_bytes for source in recording.sources)
-    if total > worker_session.budget_bytes:
+    if segment.need_bytes > worker_session.budget_bytes:
         raise Refusal(
-            f"it needs {total} bytes on the worker, but the budget is {worker_session.budget_bytes}: start the "
-            "worker with more --memory, or make the segment smaller"
+            f"it needs {segment.need_bytes} bytes on the worker, but the budget is {worker_session.budget_bytes}: "
+            "start the worker with more --memory, or make the segment smaller"
         )
     if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
         raise Refusal(f"{reason}, says the worker {worker}")

@@ -11,7 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -62,24 +62,20 @@ Predicted = tuple[EncodedProgram, list[SourceTensor], list[bytes]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Source:
+class _Origin:
     """Where a source of a call came from.
 
     Attributes:
         argument: Index of the tensor among the call's arguments, -1 for a captured tensor.
         place: Where the function captures the tensor; None for an argument, and for a place that is not known.
-        version: The version counter of the captured tensor when the call had ended.
         layout: The layout when the call first used it.
-        address: The address of the captured tensor's contents when the call had ended.
         is_copy: Whether a copy is sent, because the tensor may change before it has been sent.
         is_transient: Whether no later segment will name it.
     """
 
     argument: int
     place: Place | None
-    version: int
     layout: Layout
-    address: Digest
     is_copy: bool
     is_transient: bool
 
@@ -89,15 +85,29 @@ class _Source:
             return at(fn, self.place)
         return arguments[self.argument] if 0 <= self.argument < len(arguments) else None
 
-    def is_same(self, other: "_Source") -> bool:
+    def is_same(self, other: "_Origin") -> bool:
         """Whether both are the same argument, or are captured at the same place."""
         return self.argument == other.argument and self.place == other.place
 
-    def is_newer(self, other: "_Source") -> bool:
+
+class _Seen(NamedTuple):
+    """What a source contained when a call had ended.
+
+    Attributes:
+        place: Where the function captures the tensor; None for an argument, and for a place that is not known.
+        version: The version counter of the tensor.
+        address: The address of its contents.
+    """
+
+    place: Place | None
+    version: int
+    address: Digest
+
+    def is_newer(self, other: "_Seen") -> bool:
         """Whether both are captured at the same place and have different contents."""
         return self.place == other.place is not None and read(self.address) != read(other.address)
 
-    def has_unseen_write(self, other: "_Source") -> bool:
+    def has_unseen_write(self, other: "_Seen") -> bool:
         """Whether both are captured at the same place, with different contents but an equal version counter."""
         return self.is_newer(other) and self.version == other.version
 
@@ -117,7 +127,8 @@ class CallSite:
     last: EncodedProgram | None = None
     speculation: SpeculationHistory = field(default_factory=SpeculationHistory)
     forward: Duration | None = None
-    _sources: list[_Source] = field(default_factory=list)
+    _origins: list[_Origin] = field(default_factory=list)
+    _seen: list[_Seen] = field(default_factory=list)
     _is_steady: bool = False
     _trusts_versions: bool = True
     # Guards what is known of the last call, because several threads may call one module.
@@ -147,40 +158,51 @@ class CallSite:
             changed since the last call. That function may wait for an accelerator.
         """
         with self._lock:
-            positions = {id(tensor): index for index, tensor in enumerate(arguments)}
             before = last = self.last
             if encoded is not None:
                 last = encoded if last is None or last.program is not program else last
             elif last is None or last.program != program or last.numbers != numbers_in(program):
                 last = EncodedProgram.of(program)
-            sources = [
-                _Source(
-                    argument := positions.get(id(tensor), -1),
-                    self._place(fn, tensor, index) if argument < 0 else None,
-                    version_of(tensor),
-                    source.layout,
-                    source.named,
-                    source.is_copy,
-                    source.is_transient,
-                )
-                for index, (tensor, source) in enumerate(zip(tensors, recording.sources, strict=True))
+            if encoded is not None and before is last:  # calls of a known program take their sources from equal places
+                origins, is_steady = self._origins, True
+            else:
+                origins = self._origins_of(recording, tensors, arguments, fn)
+                # A site where every call differs is not worth the work.
+                is_steady = before is last and all(map(_Origin.is_same, origins, self._origins))
+            seen = [
+                _Seen(origin.place, version_of(tensor), source.named)
+                for origin, tensor, source in zip(origins, tensors, recording.sources, strict=True)
             ]
-            # A site where every call differs is not worth the work.
-            is_steady = before is last and all(map(_Source.is_same, sources, self._sources))
-            superseded = functools.partial(self._superseded, self._sources, sources, is_steady)
+            superseded = functools.partial(self._superseded, self._seen, seen, is_steady)
             # No call between these: Ctrl-C leaves all of them as they were, or none.
-            self.last, self._sources, self._is_steady = last, sources, before is None or is_steady
+            self.last, self._origins, self._seen = last, origins, seen
+            self._is_steady = before is None or is_steady
             return last, superseded
+
+    def _origins_of(
+        self, recording: Recording, tensors: Sequence[Tensor], arguments: Sequence[Tensor], fn: Callable[..., Any]
+    ) -> list[_Origin]:
+        positions = {id(tensor): index for index, tensor in enumerate(arguments)}
+        return [
+            _Origin(
+                argument := positions.get(id(tensor), -1),
+                self._place(fn, tensor, index) if argument < 0 else None,
+                source.layout,
+                source.is_copy,
+                source.is_transient,
+            )
+            for index, (tensor, source) in enumerate(zip(tensors, recording.sources, strict=True))
+        ]
 
     def _place(self, fn: Callable[..., Any], tensor: Tensor, index: int) -> Place | None:
         """Returns the place of a captured tensor, which usually is that of the last call."""
-        last = self._sources[index] if index < len(self._sources) else None
+        last = self._origins[index] if index < len(self._origins) else None
         if last is not None and last.argument < 0 and (last.place is None or at(fn, last.place) is tensor):
             return last.place  # None if the last call has searched for it in vain
         return place_of(fn, tensor)
 
-    def _superseded(self, before: Sequence[_Source], now: Sequence[_Source], is_steady: bool) -> list[bytes]:
-        if is_steady and any(map(_Source.has_unseen_write, now, before)):
+    def _superseded(self, before: Sequence[_Seen], now: Sequence[_Seen], is_steady: bool) -> list[bytes]:
+        if is_steady and any(map(_Seen.has_unseen_write, now, before)):
             self._trusts_versions = False  # fused optimizers write without changing the counter
         named = {read(source.address) for source in now}
         changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
@@ -198,8 +220,8 @@ class CallSite:
             if self.last is None or not self._is_steady:  # a call that changes would be predicted in vain
                 return None
             program, sources = self.last.program, []
-            for source, wanted in zip(self._sources, program.sources, strict=True):
-                tensor = source.find(arguments, fn)
+            for origin, seen, wanted in zip(self._origins, self._seen, program.sources, strict=True):
+                tensor = origin.find(arguments, fn)
                 if tensor is None or may_be_freed(tensor):  # it may have no contents before the function runs
                     return None
                 try:
@@ -208,20 +230,20 @@ class CallSite:
                     return None
                 # All of these are part of the program: what was sent for another one would be thrown away.
                 here = now.header, tensor.requires_grad, tensor.is_leaf
-                if here != (source.layout.header, wanted.requires_grad, wanted.is_leaf):
+                if here != (origin.layout.header, wanted.requires_grad, wanted.is_leaf):
                     return None
                 value: Tensor = tensor
                 address: Digest = b""
                 # The call may write to its arguments while they are sent. A digest would wait for an accelerator.
-                if source.is_copy and now.is_on_accelerator:
+                if origin.is_copy and now.is_on_accelerator:
                     value = make_copy(tensor, now, None)
-                elif source.is_copy:
+                elif origin.is_copy:
                     address = tensor_address(now, content_digest(tensor, now))
                     value = make_copy(tensor, now, address)
                 # Unchanged since it was read, so reading it again would only cost time.
-                elif self._trusts_versions and source.version == version_of(tensor) and now == source.layout:
-                    address = source.address
-                sources.append(SourceTensor(address, now, value, source.is_copy, source.is_transient))
+                elif self._trusts_versions and seen.version == version_of(tensor) and now == origin.layout:
+                    address = seen.address
+                sources.append(SourceTensor(address, now, value, origin.is_copy, origin.is_transient))
             draws = sum(node.draws for node in program.nodes)
             device = device_of(source.value for source in sources if source.value is not None)
             # Only the first state is known, and the generator continues from there.

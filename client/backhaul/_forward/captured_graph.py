@@ -5,13 +5,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from backhaul._dispatch.places import CapturedInputs
 from backhaul._dispatch.prediction import EncodedProgram
-from backhaul._forward.keep import EndedCall
+from backhaul._forward.keep import EndedCall, bytes_needed
 from backhaul._forward.known_uses import KnownUses, check_casts
-from backhaul._torch_api.fsdp import may_be_freed
+from backhaul._torch_api.fsdp import frees_parameters
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Program, is_same_program
 from backhaul_runtime.record.known_program import VALUE_READ, KnownProgram, known_program
@@ -61,6 +61,8 @@ class KnownSegment:
         uses: Where the graphs of calls take gradients.
         packed_bytes: Bytes that autograd saves and that are not kept.
         compiled: Runs the compiled program on the graph's inputs; None if the graph runs as it is.
+        layouts: The layouts of the program's sources.
+        need_bytes: The bytes that a worker needs for the program.
     """
 
     known: KnownProgram
@@ -71,7 +73,14 @@ class KnownSegment:
     uses: KnownUses
     packed_bytes: int
     compiled: Callable[..., Any] | None = None
+    layouts: Sequence[Layout] = field(init=False)
+    need_bytes: int = field(init=False)
     _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def __post_init__(self) -> None:
+        layouts = [layout for position in self.known.inputs if (layout := self.kind.layouts[position]) is not None]
+        object.__setattr__(self, "layouts", layouts)
+        object.__setattr__(self, "need_bytes", bytes_needed(self.known.program, layouts))
 
     def is_due(self) -> bool:
         """Whether the next call has to run the function that the graph was captured from. Counts the calls."""
@@ -116,7 +125,7 @@ class CapturedGraph:
         layouts: list[Layout | None] = []
         state, is_in_region = ambient_state.capture(), in_region()
         key: list[Any] = [state, is_in_region]
-        tensors = set[int]()
+        tensors, frees = set[int](), frees_parameters()
         for position, value in enumerate(inputs):
             if position in self._numbers and isinstance(value, Tensor):
                 if value.device.type != "cpu":  # its value is not a part of the kind: reading it would wait
@@ -124,17 +133,17 @@ class CapturedGraph:
                 value = value.item()  # noqa: PLW2901
             if not isinstance(value, Tensor):
                 layouts.append(None)
-                key.append((type(value), repr(value)))  # which tells 0.0 from -0.0
+                key += type(value), repr(value)  # which tells 0.0 from -0.0
                 continue
             try:
                 layout = layout_of(value)
             except UnsupportedTensorError as error:
                 return f"one of its inputs is a {error.fields['reason']}"
-            if may_be_freed(value):
+            if frees and isinstance(value, nn.Parameter):
                 return "FSDP may free its parameters"
             layouts.append(layout)
             tensors.add(id(value))
-            key.append((id(layout), value.requires_grad, value.is_leaf, is_view(value)))
+            key += id(layout), value.requires_grad, value.is_leaf, is_view(value)
         if len(tensors) < len(layouts) - layouts.count(None):
             return "two of its inputs are the same tensor"
         return CallKind(tuple(key), layouts, state if is_in_region else None)

@@ -145,7 +145,7 @@ def run_known(dispatcher: Dispatcher, fn: GraphCall, known: KnownSegment, option
     stopwatch, started = call.recording.guarded(Stopwatch, call.device), perf_counter()
     nesting.active = True
     try:
-        with torch.autograd.graph.saved_tensors_hooks(begun.pack, unpack):
+        with torch.autograd.graph.saved_tensors_hooks(begun.pack, begun.table.unpack_packed):
             returned = fn.run(known)
     finally:
         nesting.active = False

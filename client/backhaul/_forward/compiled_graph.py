@@ -19,7 +19,7 @@ from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Compilation
-from backhaul_runtime.record.known_program import KnownProgram, known_program, whole_source
+from backhaul_runtime.record.known_program import KnownProgram, KnownSave, known_program
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.replay.compiled_programs import (
@@ -150,9 +150,7 @@ def _segment(
         known,
         program=program,
         is_cast=False,  # it casts weights for itself
-        saved=tuple(saved),
-        saving_nodes=(len(program.nodes),) * len(saved),
-        whole_sources=tuple(whole_source(one, recorder.recording) for one in saved),
+        saves=tuple(KnownSave.of(one, len(program.nodes), recorder.recording) for one in saved),
     )
     pool = {id(value): index for index, value in enumerate([*recorded, *inputs]) if isinstance(value, Tensor)}
     indices = [pool.get(id(value), -1) for value in returned]

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._backward.frame import Frame
+from backhaul._forward.graft_plan import GraftStage
 from backhaul_runtime.tensors.layout import with_memory
-from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.graph_entries import is_history_node, with_history_of
-from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
 from backhaul_runtime.torch_internals.private import (
     HOOK_METHODS,
+    applying,
     backward_class,
     is_node_of,
     pop_saved_tensor_hooks,
@@ -102,12 +102,12 @@ def _consumed() -> None:
 class _Graft(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, frame: Frame, stage: BackwardStage, places: list[int], outputs: tuple[Tensor, ...], *handed_on: Tensor
+        ctx: Any, frame: Frame, stage: GraftStage, outputs: tuple[Tensor, ...], *handed_on: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.frame = weakref.ref(frame)
         ctx.positions = stage.outputs
-        ctx.ways = dict(zip(places, handed_on, strict=True))  # Rule 7
+        ctx.ways = dict(zip(stage.ways, handed_on, strict=True))  # Rule 7
         ctx.is_hooked = False
         ctx.save_for_backward(_PLACEHOLDER)
         return tuple([output.detach() for output in outputs])
@@ -129,7 +129,7 @@ class _Graft(torch.autograd.Function):
             if gradient is not None
         }
         contributions = frame.gradients(given, ctx.ways)
-        return None, None, None, None, *[contributions[index].gradient for index in ctx.ways]
+        return None, None, None, *[contributions[index].gradient for index in ctx.ways]
 
 
 def _notes_hooks(register: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,12 +217,7 @@ def origin_of(edge: GradientEdge) -> tuple[Frame, int] | None:
 
 
 def graft(
-    frame: Frame,
-    outputs: Sequence[Tensor],
-    used: Sequence[Tensor],
-    uses: Sequence[Sequence[Use]],
-    stages: Sequence[BackwardStage],
-    later: int = 0,
+    frame: Frame, outputs: Sequence[Tensor], used: Sequence[Tensor], plan: Sequence[GraftStage], later: int = 0
 ) -> tuple[Tensor, ...]:
     """Returns the outputs with the segment as one autograd node behind them, or one node for each stage.
 
@@ -230,26 +225,18 @@ def graft(
         frame: The frame of the segment. Autograd owns it from now on.
         outputs: Differentiable outputs that share no storage with a source or with each other.
         used: The sources of the segment, then its casts.
-        uses: For each of these, then for each output, the places of its use, in the order of `Frame.gradients`.
-        stages: The stages of the segment's backward, at least one.
-        later: Added to the sequence numbers in `uses`, if they are those of an earlier call.
+        plan: The grafts, from `graft_plan`.
+        later: Added to the sequence numbers in the plan, if they are those of an earlier call.
     """
-    assert frame.program is not None
-    casts = any(map(is_autocast, frame.program.ambient_states))
-    all_uses = [(number, use) for number, of_tensor in enumerate(uses) for use in of_tensor]
     grafted = list(outputs)
     with torch.enable_grad():
-        for stage in stages:
-            places = [index for index, (_, use) in enumerate(all_uses) if use.node in stage.nodes]
-            tensors = [*used, *grafted]
-            mine = [(tensors[number], use) for number, use in (all_uses[index] for index in places)]
-            leaves = {id(tensor) for tensor, _ in mine if _shows_order(tensor)}
-            handed_on = _stand_ins(mine, later, in_order=len(leaves) > 1 or len(stages) > 1 or casts)
+        for stage in plan:
+            handed_on = _stand_ins(stage, [*used, *grafted], later)
             own = tuple([outputs[position] for position in stage.outputs])
             with torch.autograd.graph.saved_tensors_hooks(_packing(frame), _unpack):
-                made = _Graft.apply(frame, stage, places, own, *handed_on)  # type: ignore[no-untyped-call]
+                made = _apply_graft(frame, stage, own, *handed_on)
             made[0].grad_fn.output = weakref.ref(made[0])
-            set_sequence_number(made[0], max(sequence_number(output.grad_fn) for output in own if output.grad_fn))
+            set_sequence_number(made[0], max([sequence_number(output.grad_fn) for output in own if output.grad_fn]))
             for position, tensor in zip(stage.outputs, made, strict=True):
                 grafted[position] = tensor if len(made) == 1 else _own_node(tensor, outputs[position])
                 vars(grafted[position]).update(vars(outputs[position]))  # attributes that the function has set
@@ -264,29 +251,23 @@ def _own_node(of_graft: Tensor, output: Tensor) -> Tensor:
     return made
 
 
-def _stand_ins(used: Sequence[tuple[Tensor, Use]], later: int, *, in_order: bool) -> list[Tensor]:
-    """Returns a stand-in for each use of a tensor (Rules 2 and 3)."""
-    groups: dict[Node | int | None, list[tuple[int, int]]] = {}
-    sequences = {use.node: use.sequence for _, use in used}
-    for position, (_, use) in enumerate(used):
-        groups.setdefault(use.node if in_order else None, []).append((use.input_index if in_order else 0, position))
-    made: dict[int, Tensor] = {}
-    for node, group in groups.items():
-        group.sort()
-        tensors = [used[position][0] for _, position in group]
-        if len(group) == 1 and type(tensors[0]) in _PARAMETERS and tensors[0].is_leaf:
-            stand_ins = (torch.ops.aten.alias.default(tensors[0]),)  # does the same ten times as fast
+def _stand_ins(stage: GraftStage, tensors: Sequence[Tensor], later: int) -> list[Tensor]:
+    """Returns what the stand-ins of a stage return for each of its contributions."""
+    made: list[Tensor] = [_PLACEHOLDER] * len(stage.ways)
+    for sequence, numbers, positions in stage.stand_ins:
+        first = tensors[numbers[0]]
+        if len(numbers) == 1 and first.is_leaf and type(first) in _PARAMETERS:
+            stand_ins: Sequence[Tensor] = (_alias(first),)  # does the same in a tenth of the time
         else:
-            stand_ins = _StandIn.apply(*tensors)  # type: ignore[no-untyped-call]
-        if node is not None:
-            set_sequence_number(stand_ins[0], later + sequences[node])
-        made |= {position: stand_in for (_, position), stand_in in zip(group, stand_ins, strict=True)}
-    return [made[position] for position in range(len(used))]
+            stand_ins = _apply_stand_in(*[tensors[number] for number in numbers])
+        if sequence is not None:
+            set_sequence_number(stand_ins[0], later + sequence)
+        for position, stand_in in zip(positions, stand_ins, strict=True):
+            made[position] = stand_in
+    return made
 
 
+_alias = torch.ops.aten.alias.default
 _PARAMETERS = (Tensor, nn.Parameter)
-
-
-def _shows_order(tensor: Tensor) -> bool:
-    """Whether the order of contributions to a tensor is visible. Of a boundary only the sum is visible."""
-    return tensor.is_leaf or type(tensor.grad_fn).__name__ == "ToCopyBackward0"
+_apply_graft: Callable[..., Any] = applying(_Graft)
+_apply_stand_in: Callable[..., Any] = applying(_StandIn)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from backhaul._backward.remote_side import RemoteSegment
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import PendingCall
 from backhaul._forward.graft import graft, origin_of
+from backhaul._forward.graft_plan import graft_plan
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
 from backhaul._forward.reference_counts import has_other_references
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
@@ -33,7 +34,8 @@ from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.tensors.durations import Duration
-from backhaul_runtime.tensors.layout import layout_of, unsupported_reason
+from backhaul_runtime.tensors.layout import Layout, layout_of, unsupported_reason
+from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.private import (
     container_node,
     pytree,
@@ -253,7 +255,8 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     predecessors = predecessors_of(edges, uses) if isinstance(decision, Graft) else []
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:  # else the program may be only the part before a refusal
-        segment = RecordedSegment(call, program, sources, uses, predecessors)
+        need_bytes = bytes_needed(program, [source.layout for source in call.recording.sources])
+        segment = RecordedSegment(call, program, need_bytes, sources, uses, predecessors)
         assert ended.pending is not None
         remote, program, local_reason = offer(ended.dispatcher, segment, ended.pending, ended.forward)
     if remote is not None:
@@ -268,12 +271,20 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
             mark_returned(lineage, outputs)
         value = returned[0]
     else:
-        grafted = graft(frame, outputs, graph_uses.tensors, graph_uses.uses, graph_uses.stages)
+        casts = any(map(is_autocast, program.ambient_states))
+        plan = graft_plan(graph_uses.tensors, graph_uses.uses, graph_uses.stages, in_order=casts)
+        grafted = graft(frame, outputs, graph_uses.tensors, plan)
         note_grafted(frame, grafted, sources, predecessors)
         value = _replaced(returned[0], dict(zip(map(id, outputs), grafted, strict=True)))
     if remote is not None:  # last, because after an error the trainer recomputes from the copies that this drops
         lineage.release()
     return frame, value
+
+
+def bytes_needed(program: Program, sources: Sequence[Layout]) -> int:
+    """Returns the bytes that a worker needs for a segment whose sources have these layouts."""
+    stored = sum(layout.span_bytes for layout in sources)
+    return stored + program.execution_bytes([layout.gradient_bytes for layout in sources])
 
 
 Predecessors = Sequence[tuple[int, Frame, int]]
@@ -356,9 +367,14 @@ def _recipe(
 def _call_site() -> str:
     """Returns the file and line of the innermost code that is neither ours nor torch's."""
     at = sys._getframe()
-    while at.f_back is not None and at.f_code.co_filename.startswith(_INTERNAL):
+    while at.f_back is not None and _is_internal(at.f_code.co_filename):
         at = at.f_back
     return f"{at.f_code.co_filename}:{at.f_lineno}"
+
+
+@lru_cache(maxsize=1024)
+def _is_internal(file: str) -> bool:
+    return file.startswith(_INTERNAL)
 
 
 _FOLDERS = Path(torch.__file__).parent, Path(__file__).parents[1], Path(backhaul_runtime.__file__).parent

@@ -53,10 +53,9 @@ class BegunKnownCall:
         self._dispatcher, self._segment = dispatcher, segment
         self._arguments = [value for value in graph_call.arguments if isinstance(value, Tensor)]
         self._sources = [inputs[position] for position in known.inputs]
-        layouts = [layout for position in known.inputs if (layout := segment.kind.layouts[position]) is not None]
         with DisableTorchDispatch():
             self._known = KnownCall(
-                known, self._sources, layouts, self._arguments, dispatcher.copies.copy_of, dispatcher.fixed
+                known, self._sources, segment.layouts, self._arguments, dispatcher.copies.copy_of, dispatcher.fixed
             )
         recording = self._known.recording
         self.call = CheckpointedCall(
@@ -71,29 +70,29 @@ class BegunKnownCall:
         self._edges = [get_gradient_edge(t) if t.requires_grad and source.is_copy else None for t, source in taken]
         self._predecessors = predecessors_of(self._edges, segment.uses.of_frame)
         self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
-        recorded = RecordedSegment(self.call, known.program, self._sources, segment.uses.of_frame, self._predecessors)
+        uses = segment.uses.of_frame
+        recorded = RecordedSegment(
+            self.call, known.program, segment.need_bytes, self._sources, uses, self._predecessors
+        )
         self._remote, self._program, self._local_reason = offer(dispatcher, recorded, self._pending, None)
         self._has_ended = False
-        self._node, self._of_this_node = 0, list[tuple[Handle, Tensor]]()
         self._first_sequence = next_sequence_number()
 
     def _so_far(self) -> Any:
         return self._segment.known.up_to(len(self.call.recording.saved))
 
-    def pack(self, tensor: Tensor) -> Handle | Tensor:
-        """The pack hook: notes a tensor that autograd saves. Keeps it if the program saves another one there."""
+    def pack(self, tensor: Tensor) -> int | Handle | Tensor:
+        """The pack hook: notes a tensor that autograd saves. Keeps it if the program saves another one there.
+
+        What is noted gets no handle, because hardly ever is anything asked for: a graft takes the place of the graph.
+        """
         if self._has_ended:  # Ctrl-C has kept the hook from being taken off: what the caller saves stays as it is
             pop_saved_tensor_hooks()
             return tensor.detach()
         recording = self.call.recording
         if recording.refusal is None:
             try:
-                node = self._known.note_saved(tensor)
-                handle = self.table.add(len(recording.saved) - 1)
-                if node != self._node:
-                    self._node, self._of_this_node = node, []
-                self._of_this_node.append((handle, tensor))
-                return handle
+                return self._known.note_saved(tensor)
             except Exception as error:  # no variable may refer to it: its traceback refers to the variables
                 recording.refuse(Refusal.of(error).reason)
         handle = Handle(self.table, -1)
@@ -104,14 +103,8 @@ class BegunKnownCall:
         """Drops what belongs to the running call. If it has saved too few tensors, keeps those of the last node."""
         self._has_ended = True
         self.table.end_call()
-        saved, saving_nodes = self.call.recording.saved, self._segment.known.saving_nodes
-        if len(saved) < len(saving_nodes):
-            self.call.recording.refuse("it saved fewer tensors than the recorded call of the same kind")
-            # A replay runs nodes as a whole. So what counts as recorded ends before the node that saved last.
-            del saved[saving_nodes.index(self._node) if self._node else 0 :]
-            for handle, tensor in self._of_this_node:
-                handle.kept = _keep(tensor)
-        self._of_this_node = []
+        for position, tensor in enumerate(self._known.end(), len(self.call.recording.saved)):
+            self.table.hold(position).kept = _keep(tensor)
 
     def keep(self, returned: Sequence[Any], forward: Duration) -> tuple[Frame, Any]:
         """Grafts the segment. Returns its frame, and what the caller gets.
@@ -141,7 +134,7 @@ class BegunKnownCall:
         if self._remote is not None:
             call.log.taken("")
         later = sequence_number(get_gradient_edge(outputs[0]).node) - graph.output_sequence
-        grafted = graft(frame, outputs, [*self._sources, *casts], graph.uses, graph.stages, later)
+        grafted = graft(frame, outputs, [*self._sources, *casts], graph.plan, later)
         note_grafted(frame, grafted, self._sources, self._predecessors)
         grafted_at = dict(zip(segment.outputs, grafted, strict=True))
         value = [grafted_at.get(first, one) for first, one in zip(segment.returned, returned, strict=True)]
@@ -166,6 +159,8 @@ class BegunKnownCall:
         self.call.log.fallback(refusal.reason)
         self._remote, self._program, self._local_reason = None, self._so_far(), refusal.reason
         del self.call.recording.generator_states[self._program.draws :]
+        for position in range(len(self.call.recording.saved)):
+            self.table.hold(position)
         return self._frame(lineage=lineage_of(self._dispatcher, self.call, self._program))
 
 

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from backhaul._backward.frame import Uses
+from backhaul._forward.graft_plan import GraftStage, graft_plan
 from backhaul._forward.graph_cut import GraphUses, uses_of_known
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
-from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
 from backhaul_runtime.torch_internals.private import sequence_number
 
 MAX_GRAPHS = 64
@@ -38,13 +38,11 @@ class UsesInGraph(NamedTuple):
     """What a graft needs to know of a graph.
 
     Attributes:
-        uses: As in `GraphUses`. Nodes are the sequence numbers that they had in one call.
-        stages: The stages of backward, with the same numbers.
+        plan: The grafts, with the sequence numbers of one call.
         output_sequence: The sequence number of the node of the first output in that call.
     """
 
-    uses: Sequence[Sequence[Use]]
-    stages: Sequence[BackwardStage]
+    plan: Sequence[GraftStage]
     output_sequence: int
 
 
@@ -99,7 +97,7 @@ class KnownUses:
         """
         if not any(map(ambient_state.is_autocast, program.ambient_states)):
             return cls.of_only_graph(program, of_frame, graph_uses, outputs)
-        graph = _numbered(graph_uses, outputs)
+        graph = _planned(graph_uses, outputs, is_cast=True)
         sources = graph_uses.tensors[: len(program.sources)]
         watched = tuple(index for index, cast in enumerate(cached_casts(sources)) if cast is not None)
         known = cls(program, of_frame, watched)
@@ -113,7 +111,7 @@ class KnownUses:
     ) -> "KnownUses":
         """Returns what a call shows that shares no casts with other code, with arguments as `of_recorded`."""
         known = cls(program, of_frame, None)
-        known._graphs[()] = _numbered(graph_uses, outputs)
+        known._graphs[()] = _planned(graph_uses, outputs, is_cast=False)
         return known
 
     def of_call(
@@ -140,7 +138,7 @@ class KnownUses:
             is_same = (graph_uses.casts, is_staged) == (self.program.casts, self.of_frame.is_staged)
             if not is_same or [*map(len, graph_uses.uses)] != [*self.of_frame.counts]:
                 raise Refusal(OTHER_CASTS)
-            graph = _numbered(graph_uses, outputs)
+            graph = _planned(graph_uses, outputs, is_cast=True)
             if len(self._graphs) < MAX_GRAPHS:
                 self._graphs[pattern] = graph
         return graph, casts
@@ -165,13 +163,10 @@ class KnownUses:
         return (output_sequence - first_sequence, tuple(made)), shared
 
 
-def _numbered(graph_uses: GraphUses, outputs: Sequence[Tensor]) -> UsesInGraph:
-    sequences = {use.node: use.sequence for used in graph_uses.uses for use in used}
+def _planned(graph_uses: GraphUses, outputs: Sequence[Tensor], *, is_cast: bool) -> UsesInGraph:
+    # The order of contributions to an input may be visible in a later call that is not visible in this one.
+    in_order = is_cast or len([used for used in graph_uses.uses if used]) > 1
     return UsesInGraph(
-        [[Use(use.sequence, use.input_index, use.sequence) for use in used] for used in graph_uses.uses],
-        [
-            BackwardStage(stage.outputs, {sequences[node] for node in stage.nodes if node in sequences})
-            for stage in graph_uses.stages
-        ],
+        graft_plan(graph_uses.tensors, graph_uses.uses, graph_uses.stages, in_order=in_order),
         sequence_number(get_gradient_edge(outputs[0]).node),
     )

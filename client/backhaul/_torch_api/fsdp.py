@@ -35,13 +35,13 @@ def is_sharded(module: object) -> bool:
 
 def may_be_freed(tensor: Tensor) -> bool:
     """Whether a captured tensor's memory may be freed while the tensor lives (Rule 4)."""
+    return isinstance(tensor, nn.Parameter) and frees_parameters()
+
+
+def frees_parameters() -> bool:
+    """Whether any parameter's memory may be freed at present, because FSDP is in use (Rule 4)."""
     kind = _class_of_fsdp("FSDPModule")
-    return (
-        kind is not None
-        and torch.distributed.is_initialized()  # first, because it is asked for every tensor of every call
-        and isinstance(tensor, nn.Parameter)
-        and _has_modules(kind)
-    )
+    return kind is not None and torch.distributed.is_initialized() and _has_modules(kind)
 
 
 def _has_modules(kind: type) -> bool:

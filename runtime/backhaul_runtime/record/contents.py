@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from backhaul_runtime.errors import UnsupportedTensorError
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, read
 from backhaul_runtime.tensors.layout import Layout, layout_of
-from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch, version_of
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, version_of
 from backhaul_runtime.torch_internals.storages import storage_key
 
 
@@ -75,7 +75,7 @@ def _present(parameter: Tensor, key: tuple[Any, ...], contents: ContentDigests) 
         layout = layout_of(parameter)
     except UnsupportedTensorError:
         return None
-    return contents.take(parameter, layout) if _key(parameter, layout) == key else None
+    return contents.take(parameter, layout) if contents_key(parameter, layout) == key else None
 
 
 class Contents:
@@ -92,13 +92,12 @@ class Contents:
 
     def digest(self, tensor: Tensor, layout: Layout) -> Digest:
         """Returns the digest of a tensor's contents, as `content_digest` does."""
-        key = _key(tensor, layout)
+        key = contents_key(tensor, layout)
         digest = self._of_this_op.get(key)
         if digest is None and self._fixed is not None:
             digest = self._fixed.get(key)
         if digest is None:
-            with DisablePythonDispatcher(), DisableTorchDispatch():
-                digest = self._of_this_op[key] = self._digests.take(tensor, layout)
+            digest = self._of_this_op[key] = self._digests.take(tensor, layout)
         return digest
 
     def forget(self) -> None:
@@ -108,10 +107,10 @@ class Contents:
     def fix(self, tensor: Tensor, layout: Layout, digest: Digest) -> None:
         """Notes the digest of a captured tensor for later calls, if it is a parameter that does not change."""
         if self._fixed is not None and isinstance(tensor, nn.Parameter):
-            self._fixed.add(tensor, _key(tensor, layout), digest)
+            self._fixed.add(tensor, contents_key(tensor, layout), digest)
 
 
-def _key(tensor: Tensor, layout: Layout) -> tuple[Any, ...]:
+def contents_key(tensor: Tensor, layout: Layout) -> tuple[Any, ...]:
     """Returns a key for the bytes of a tensor, not for the view: a weight and its transpose have one digest."""
     start = int(tensor.storage_offset()) * layout.dtype.itemsize
     return storage_key(tensor), start, layout.span_bytes, layout.memory_order, version_of(tensor)

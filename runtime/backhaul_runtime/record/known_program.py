@@ -15,6 +15,8 @@ NOTE [Known programs]
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import rules
 from backhaul_runtime.program.program import GeneratorRef, Program, parts_in
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
-from backhaul_runtime.record.contents import Contents, FixedDigests
+from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.sources import MakeCopy, recorded_source
@@ -34,12 +36,37 @@ from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
 from backhaul_runtime.torch_internals.generators import default_generator
-from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 from backhaul_runtime.torch_internals.storages import storage_key
 
 VALUE_READ = "it reads the value of a tensor in Python"
 CHOICES_SENT = "a worker computes other bits, so its random draws and decisions are sent"
 CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
+
+
+class KnownSave(NamedTuple):
+    """A tensor that autograd saves in each call.
+
+    Attributes:
+        shape: The sizes of the tensor, as in its layout. So are the strides and the dtype.
+        strides: The strides of the tensor, in elements.
+        dtype: The dtype of the tensor.
+        saved: The tensor as it was recorded, without its digest.
+        whole_source: The source whose bytes are all of its own; -1 if there is none.
+        node: The number of nodes up to the one that saves it.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    saved: SavedTensor
+    whole_source: int
+    node: int
+
+    @classmethod
+    def of(cls, saved: SavedTensor, node: int, recording: Recording) -> Self:
+        """Returns what calls save where one has saved this tensor, given with its node and the recording."""
+        layout, known = saved.layout, replace(saved, noted=b"")  # a digest may refer to a device
+        return cls(layout.shape, layout.strides, layout.dtype, known, _whole_source(saved, recording), node)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +76,7 @@ class KnownProgram:
     Attributes:
         program: What a worker runs.
         inputs: The position of each source among the function's inputs.
-        saved: The tensors that autograd saves, in order, without digests.
-        saving_nodes: For each of them, the number of nodes up to the one that saves it.
-        whole_sources: For each of them, the source whose bytes are all of its own; -1 if there is none.
+        saves: The tensors that autograd saves, in order.
         draws_on: The device whose default generator all draws use; None if nothing draws.
         computes_on_host: Whether an op returns a tensor on the CPU.
         accelerators: The CUDA devices of sources and results, as in `Recording`.
@@ -60,9 +85,7 @@ class KnownProgram:
 
     program: Program
     inputs: tuple[int, ...]
-    saved: tuple[SavedTensor, ...]
-    saving_nodes: tuple[int, ...]
-    whole_sources: tuple[int, ...]
+    saves: tuple[KnownSave, ...]
     draws_on: torch.device | None
     computes_on_host: bool
     accelerators: tuple[torch.device, ...]
@@ -72,7 +95,7 @@ class KnownProgram:
         """Returns the part of the program that saves its first tensors. A compiled program runs as a whole."""
         if self.program.compilation is not None:
             return self.program
-        nodes = self.program.nodes[: self.saving_nodes[saved_count - 1] if saved_count else 0]
+        nodes = self.program.nodes[: self.saves[saved_count - 1].node if saved_count else 0]
         return replace(self.program, nodes=nodes, outputs=(), saved_count=saved_count)
 
 
@@ -118,9 +141,7 @@ def known_program(
     return KnownProgram(
         program,
         tuple(positions[id(tensor)] for tensor in sources.tensors),
-        tuple(replace(saved, noted=b"") for saved in recording.saved),  # a digest may refer to a device
-        tuple(recorder.call.builder.saving_nodes),
-        tuple(whole_source(saved, recording) for saved in recording.saved),
+        tuple(map(KnownSave.of, recording.saved, recorder.call.builder.saving_nodes, repeat(recording))),
         _drawn_from(recording),
         recording.computes_on_host,
         tuple(recording.accelerators),
@@ -128,7 +149,7 @@ def known_program(
     )
 
 
-def whole_source(saved: SavedTensor, recording: Recording) -> int:
+def _whole_source(saved: SavedTensor, recording: Recording) -> int:
     """Returns the source that has the same bytes in the same order as a saved tensor, so the same content; else -1."""
     if saved.source < 0 or saved.is_undefined:
         return -1
@@ -150,6 +171,39 @@ def _drawn_from(recording: Recording) -> torch.device | None:
     if len(recording.continuing) < len(recording.generator_states) - 1:
         raise Refusal("something besides its ops changes the generator")
     return torch.device("cpu")
+
+
+class KnownSaves(Sequence[SavedTensor]):
+    """The tensors that a call of a known program has saved. Each is made when it is read, which mostly is in backward.
+
+    Args:
+        expected: What calls of its kind save.
+    """
+
+    def __init__(self, expected: Sequence[KnownSave]) -> None:
+        self._expected = expected
+        self._contents: list[Digest] = []
+        self._offsets: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def __getitem__(self, position: Any) -> Any:
+        if isinstance(position, slice):
+            return [self[one] for one in range(len(self))[position]]
+        position = range(len(self))[position]
+        known = self._expected[position].saved
+        noted = digest_of(saved_digest, known.layout, self._contents[position])
+        return SavedTensor(noted, known.op, known.layout, known.source, self._offsets[position], known.is_undefined)
+
+    def add(self, content: Digest, offset: int) -> None:
+        """Adds a tensor, given by the digest of its content and its offset in its storage."""
+        self._contents.append(content)
+        self._offsets.append(offset)
+
+    def cut(self, count: int) -> None:
+        """Drops all but the first tensors."""
+        del self._contents[count:], self._offsets[count:]
 
 
 class KnownCall:
@@ -179,20 +233,17 @@ class KnownCall:
         make_copy: MakeCopy,
         fixed: FixedDigests | None,
     ) -> None:
+        self._saved = KnownSaves(known.saves)
         self.recording = Recording(
-            computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
+            saved=self._saved, computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
         )
         self._known, self._digests = known, ContentDigests()
         self._contents: list[Digest] = []  # of the sources
-        argument_ids, fixing = {id(tensor) for tensor in arguments}, Contents(fixed)
+        self._node, self._of_this_node = 0, list[Tensor]()
+        argument_ids = {id(tensor) for tensor in arguments}
         for tensor, layout in zip(inputs, layouts, strict=True):
             is_argument = id(tensor) in argument_ids
-            if fixed is None:
-                content = self._digests.take(tensor, layout)
-            else:
-                content = fixing.digest(tensor, layout)
-                if not is_argument:
-                    fixing.fix(tensor, layout, content)
+            content = self._content(tensor, layout, fixed, is_argument=is_argument)
             self._contents.append(content)
             address = digest_of(tensor_address, layout, content)
             if known.is_cast and CASTS.has_stale_cast(tensor, address):
@@ -203,31 +254,49 @@ class KnownCall:
             self.recording.generator_states += [state, *[b""] * (known.program.draws - 1)]
             self.recording.continuing.update(range(1, known.program.draws))
 
+    def _content(self, tensor: Tensor, layout: Layout, fixed: FixedDigests | None, *, is_argument: bool) -> Digest:
+        if fixed is None:
+            return self._digests.take(tensor, layout)
+        content = fixed.get(key := contents_key(tensor, layout))
+        if content is None:
+            content = self._digests.take(tensor, layout)
+        if not is_argument and isinstance(tensor, torch.nn.Parameter):
+            fixed.add(tensor, key, content)
+        return content
+
     def note_saved(self, tensor: Tensor) -> int:
-        """Records a tensor that autograd saves. Returns the number of the node that saves it, counted from 1.
+        """Records a tensor that autograd saves. Returns its position among them.
 
         Raises:
             Refusal: It is not the tensor that the program saves.
         """
-        saved = self.recording.saved
-        position = len(saved)
-        if position >= len(self._known.saved):
+        position = len(self._saved)
+        if position >= len(self._known.saves):
             raise Refusal(CHANGED)
-        expected, source = self._known.saved[position], self._known.whole_sources[position]
-        layout = expected.layout
-        if tensor.shape != layout.shape or tensor.stride() != layout.strides or tensor.dtype is not layout.dtype:
+        shape, strides, dtype, known, whole_source, node = self._known.saves[position]
+        if tensor.shape != shape or tensor.stride() != strides or tensor.dtype is not dtype:
             raise Refusal(CHANGED)
-        if source >= 0:
-            content = self._contents[source]
-        elif expected.is_undefined:
+        if whole_source >= 0:
+            content = self._contents[whole_source]
+        elif known.is_undefined:
             content = UNDEFINED_CONTENT
         else:
-            with DisableTorchDispatch():  # dispatch modes of the user must not see the ops that compute digests
-                content = self._digests.take(tensor, layout)
-        noted = digest_of(saved_digest, layout, content)
-        saved.append(
-            SavedTensor(
-                noted, expected.op, layout, expected.source, int(tensor.storage_offset()), expected.is_undefined
-            )
-        )
-        return self._known.saving_nodes[position]
+            content = self._digests.take(tensor, known.layout)
+        self._saved.add(content, int(tensor.storage_offset()))
+        if node != self._node:
+            self._node, self._of_this_node = node, []
+        self._of_this_node.append(tensor)
+        return position
+
+    def end(self) -> Sequence[Tensor]:
+        """Ends the call. If it has saved too few tensors, what counts as recorded ends before the node that saved last.
+
+        Returns:
+            What that node has saved, in the place of which the recording has nothing. A replay runs nodes as a whole.
+        """
+        last, self._of_this_node = self._of_this_node, []
+        if len(self._saved) == len(self._known.saves):
+            return []
+        self.recording.refuse("it saved fewer tensors than the recorded call of the same kind")
+        self._saved.cut(len(self._saved) - len(last))
+        return last

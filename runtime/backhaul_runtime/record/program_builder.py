@@ -6,7 +6,7 @@ from backhaul_runtime.program.op_rules import MAKES_LEAF
 from backhaul_runtime.program.program import Node, Program, Ref, Source
 from backhaul_runtime.record.ambient_states import AmbientStates
 from backhaul_runtime.record.call_memory import CallMemory
-from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.record.recording import Recording, SavedTensor
 
 
 class ProgramBuilder:
@@ -14,6 +14,7 @@ class ProgramBuilder:
 
     Args:
         recording: The sources, saved tensors and generator states of the same call.
+        saved: The saved tensors in the recording.
         memory: The ledger of these sources, and the memory that the ops make.
         states: The ambient states that nodes run under.
 
@@ -23,10 +24,12 @@ class ProgramBuilder:
         saving_nodes: For each saved tensor, the number of nodes up to the one that saved it.
     """
 
-    def __init__(self, recording: Recording, memory: CallMemory, states: AmbientStates) -> None:
+    def __init__(
+        self, recording: Recording, saved: list[SavedTensor], memory: CallMemory, states: AmbientStates
+    ) -> None:
         self.nodes: list[Node] = []
         self.types: dict[str, None] = {}
-        self._recording = recording
+        self._recording, self._saved = recording, saved
         self._memory = memory
         self._states = states
         self.saving_nodes: list[int] = []
@@ -38,7 +41,7 @@ class ProgramBuilder:
         """Adds a node that has run, with the tensors that autograd saved in it."""
         self.nodes.append(node)
         self._states.node_added()
-        self._recorded_saves = len(self._recording.saved)
+        self._recorded_saves = len(self._saved)
         self._sources_used += [len(self._recording.sources)] * (len(self.nodes) - len(self._sources_used))
 
     def add_leaf(self, ref: Ref) -> None:
@@ -57,7 +60,7 @@ class ProgramBuilder:
     def forget_op(self) -> None:
         """Removes what was recorded of an op that raised an exception. The function may catch it and continue."""
         if self._recording.refusal is None:
-            del self._recording.saved[self._recorded_saves :], self.saving_nodes[self._recorded_saves :]
+            del self._saved[self._recorded_saves :], self.saving_nodes[self._recorded_saves :]
             self._cut_generator_states()
 
     def finish(self, outputs: tuple[Ref, ...], casts: tuple[int, ...], *, early_stop: bool) -> Program:

@@ -1,7 +1,7 @@
 """The result of recording a call: its sources, and the digests of the tensors that autograd saved."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -111,7 +111,7 @@ class Recording:
         refusal: Why the whole call can't be a program; None if it can.
         failure: The unexpected exception behind the refusal, without its traceback; None if there was none.
         sources: The tensors from outside that ops read or wrote, and recorded choices, in the order of first use.
-        saved: The tensors that autograd saved, in order.
+        saved: The tensors that autograd saved, in order. Whoever makes the recording adds them.
         generator_states: The generator state before each node that draws.
         continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
@@ -124,7 +124,7 @@ class Recording:
     refusal: str | None = None
     failure: Exception | None = None
     sources: list[RecordedSource] = field(default_factory=list)
-    saved: list[SavedTensor] = field(default_factory=list)
+    saved: Sequence[SavedTensor] = ()
     generator_states: list[bytes] = field(default_factory=list)
     continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False

@@ -11,7 +11,7 @@ from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.generator_states import GeneratorStates
 from backhaul_runtime.record.known_tensors import KnownTensors
 from backhaul_runtime.record.program_builder import ProgramBuilder
-from backhaul_runtime.record.recording import Recording
+from backhaul_runtime.record.recording import Recording, SavedTensor
 from backhaul_runtime.record.running_op import RunningOp
 from backhaul_runtime.record.sources import MakeCopy
 
@@ -28,6 +28,7 @@ class RunningCall:
 
     Attributes:
         recording: The result, which may outlive the call.
+        saved: The tensors that autograd has saved so far, in the recording.
         op: The op or custom function that runs at present.
         memory: The memory that ops read, make and write to.
         states: The ambient states that nodes run under.
@@ -47,12 +48,13 @@ class RunningCall:
         *,
         has_recorded_choices: bool,
     ) -> None:
-        self.recording = Recording(has_recorded_choices=has_recorded_choices)
+        self.saved: list[SavedTensor] = []
+        self.recording = Recording(saved=self.saved, has_recorded_choices=has_recorded_choices)
         self.op = RunningOp()
         self.memory = CallMemory(self.recording.sources, arguments, make_copy, fixed)
         self.states = AmbientStates(pack)
         self.generators = GeneratorStates(self.recording)
         self.choices = CallChoices(self.recording, self.memory.sources, self.generators)
-        self.builder = ProgramBuilder(self.recording, self.memory, self.states)
+        self.builder = ProgramBuilder(self.recording, self.saved, self.memory, self.states)
         self.known = KnownTensors(self.recording, self.memory, self.states, self.builder)
         self.values_given = 0

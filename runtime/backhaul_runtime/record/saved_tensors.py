@@ -40,7 +40,7 @@ class SavedTensorRecorder:
         if saved is None:
             kind = Layout(tensor.dtype, () if tensor.is_nested else tuple(tensor.shape), (), device=tensor.device.type)
             saved = SavedTensor(b"", call.op.name, kind, -1, 0)
-        call.recording.saved.append(saved)
+        call.saved.append(saved)
 
     def _saved(self, tensor: Tensor) -> SavedTensor:
         call, memory = self._call, self._call.memory

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from backhaul_runtime.tensors.digest import content_digest, device_sums, read_sums
 from backhaul_runtime.tensors.layout import Layout, layout_of, payload
 from backhaul_runtime.tensors.staging import DeviceMoment, Side, device_moments, queued_aside
+from backhaul_runtime.torch_internals.private import DisablePythonDispatcher, DisableTorchDispatch
 
 KNOWN_BYTES = 1 << 16
 """Looking up the digest of a smaller tensor takes as long as computing it."""
@@ -95,7 +96,10 @@ class ContentDigests:
         self._sums = _DeviceSums()
 
     def take(self, tensor: Tensor, layout: Layout) -> Digest:
-        """Works as `content_digest`, but does not wait for an accelerator. The tensor may be changed afterwards."""
+        """Works as `content_digest`, but does not wait for an accelerator. The tensor may be changed afterwards.
+
+        Dispatch modes do not see the ops that compute digests.
+        """
         key = _place(tensor, layout) if self._stored else None
         if self._known is None or key not in self._stored:
             return self._take(tensor, layout)
@@ -108,9 +112,11 @@ class ContentDigests:
                 self._known.forget(tensor)
 
     def _take(self, tensor: Tensor, layout: Layout) -> Digest:
-        if not layout.is_on_accelerator:
+        is_on_accelerator = layout.is_on_accelerator
+        if not is_on_accelerator and layout.is_dense_on_host:  # no op runs
             return content_digest(tensor, layout)
-        return self._sums.take(tensor, layout)
+        with DisablePythonDispatcher(), DisableTorchDispatch():
+            return self._sums.take(tensor, layout) if is_on_accelerator else content_digest(tensor, layout)
 
 
 class _DeviceSums:

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from backhaul_runtime.tensors.layout import Layout, dense_bytes, host_bytes, layout_of, payload, unsupported_reason
+from backhaul_runtime.tensors.layout import Layout, dense_memory, host_bytes, layout_of, payload, unsupported_reason
 from backhaul_runtime.tensors.sums_kernel import kernel_sums
 
 _WEIGHT = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 divided by the golden ratio, odd, as int64
@@ -21,8 +21,8 @@ _PIECE_WORDS = 1 << 20
 
 def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     """Returns 16 bytes for the elements in memory order. Waits for an accelerator."""
-    if layout.device == "cpu" and layout.payload_bytes == layout.span_bytes:
-        return xxhash.xxh3_128_digest(dense_bytes(tensor, layout))
+    if layout.is_dense_on_host:
+        return xxhash.xxh3_128_digest(dense_memory(tensor, layout))
     data = payload(tensor.detach(), layout)
     if data.device.type == "cpu":
         return xxhash.xxh3_128_digest(host_bytes(data))

@@ -22,12 +22,12 @@ class Use:
     """An edge into a source: `node` passes its `input_index`-th input gradient to the source.
 
     Attributes:
-        node: The node; a number for one that is known from an earlier call, see `record.known_program`.
+        node: The node that the edge leaves.
         input_index: The position of the gradient among those that the node returns.
         sequence: The node's sequence number.
     """
 
-    node: Node | int
+    node: Node
     input_index: int
     sequence: int
 
@@ -95,7 +95,7 @@ class BackwardStage:
     """
 
     outputs: tuple[int, ...]
-    nodes: Set[Node | int]
+    nodes: Set[Node]
 
 
 def find_stages(
@@ -124,7 +124,7 @@ def find_stages(
     ends = _edges(outputs).keys() | targets.keys()
     reached = [_reached(output, ends) for output in outputs]
     stage_of = list(range(len(outputs)))
-    part_of: dict[Node | int, int] = {}
+    part_of: dict[Node, int] = {}
     # Outputs that reach a common node form one stage: the node can only run once.
     for position, nodes in enumerate(reached):
         for node in nodes:

@@ -159,6 +159,11 @@ def set_sequence_number(tensor: Tensor, number: int) -> None:
     tensor.grad_fn._set_sequence_nr(number)  # type: ignore[attr-defined]
 
 
+def applying(function: type[torch.autograd.Function]) -> Any:
+    """Returns `function.apply` without what torch adds for transforms of torch.func, and what `pre_dispatch` adds."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, function)
+
+
 def backward_class(function: type[torch.autograd.Function]) -> Any:
     """Returns the class of the nodes that an autograd.Function makes."""
     return function._backward_cls

@@ -204,7 +204,7 @@ class CustomFunctions:
                 self._check_own(name, tensor)
         self._call.builder.note_save()
         saved = SavedTensor(check.digest(), f"{name} (all that it read and kept)", CHECKED, -1, 0)
-        self._call.recording.saved.append(saved)
+        self._call.saved.append(saved)
 
     def drop(self) -> None:
         """Ends the check without a result, as the op or function is not recorded."""

@@ -1,0 +1,78 @@
+"""Decides which nodes replace the graph of a segment, before they are made. See NOTE [Graft]."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
+
+
+class StandIn(NamedTuple):
+    """A node that passes contributions on in the place of an interior node.
+
+    Attributes:
+        sequence: The sequence number of the interior node; None if the order does not matter.
+        numbers: The number of the tensor that each contribution belongs to.
+        positions: The position of each contribution among those of its graft.
+    """
+
+    sequence: int | None
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraftStage:
+    """The graft of one stage of backward.
+
+    Attributes:
+        outputs: The positions of the outputs that it returns.
+        ways: The indices of the contributions that it hands on, in the order of `Frame.gradients`.
+        stand_ins: The stand-ins behind it.
+    """
+
+    outputs: tuple[int, ...]
+    ways: tuple[int, ...]
+    stand_ins: tuple[StandIn, ...]
+
+
+def graft_plan(
+    used: Sequence[Tensor], uses: Sequence[Sequence[Use]], stages: Sequence[BackwardStage], *, in_order: bool
+) -> list[GraftStage]:
+    """Returns the grafts of a call, one for each stage.
+
+    Args:
+        used: The sources of the segment, then its casts.
+        uses: For each of these, then for each output, the places of its use, in the order of `Frame.gradients`.
+        stages: The stages of the segment's backward, at least one.
+        in_order: Whether the order of contributions is kept also if it is not visible at present (Rule 3).
+    """
+    all_uses = [(number, use) for number, of_tensor in enumerate(uses) for use in of_tensor]
+    plan = []
+    for stage in stages:
+        ways = tuple(index for index, (_, use) in enumerate(all_uses) if use.node in stage.nodes)
+        mine = [all_uses[index] for index in ways]
+        ordered = {number for number, _ in mine if number < len(used) and _shows_order(used[number])}
+        is_visible = len(ordered) > 1 or len(stages) > 1
+        plan.append(GraftStage(stage.outputs, ways, _stand_ins(mine, in_order=in_order or is_visible)))
+    return plan
+
+
+def _stand_ins(mine: Sequence[tuple[int, Use]], *, in_order: bool) -> tuple[StandIn, ...]:
+    """Returns a stand-in for each node that used a tensor, or one for all of them (Rules 2 and 3)."""
+    if not in_order:
+        return (StandIn(None, tuple(number for number, _ in mine), tuple(range(len(mine)))),) if mine else ()
+    groups: dict[object, list[tuple[int, int, int, int]]] = {}
+    for position, (number, use) in enumerate(mine):
+        groups.setdefault(use.node, []).append((use.input_index, position, number, use.sequence))
+    return tuple(
+        StandIn(group[0][3], tuple(number for _, _, number, _ in group), tuple(position for _, position, *_ in group))
+        for group in map(sorted, groups.values())
+    )
+
+
+def _shows_order(tensor: Tensor) -> bool:
+    """Whether the order of contributions to a tensor is visible. Of a boundary only the sum is visible."""
+    return tensor.is_leaf or type(tensor.grad_fn).__name__ == "ToCopyBackward0"
