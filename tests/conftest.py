@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,17 @@ def session(worker: WorkerProcess) -> Iterator[Session]:
         wait_until(lambda: _segments(worker, session) == 0, "segments are released")
     wait_until(lambda: threading.active_count() <= threads, "threads end")
     wait_until(lambda: open_files() <= files, "files are closed")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What torch.compile has compiled does not reach another test."""
+    import torch
+
+    with warnings.catch_warnings(action="ignore"):  # with a GPU the first reset imports modules that warn
+        torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(params=RETURNS)

@@ -62,14 +62,15 @@ class Steps:
         session: Trains.
         options: Of the checkpointed calls.
         collects: It trains in accumulation blocks.
+        steps_per_program: After so many steps the next one has another number, which makes another program.
     """
 
-    def __init__(self, session: Session, *, collects: bool = False, **options: Any) -> None:
+    def __init__(self, session: Session, *, collects: bool = False, steps_per_program: int = 2, **options: Any) -> None:
         self.session = session
         self.checkpoint = partial(session.checkpoint, **options)
         self.net = Net()
         self.inputs = [torch.randn(2, 8, requires_grad=True), *self.net.parameters()]
-        self.collects = collects
+        self.collects, self.steps_per_program = collects, steps_per_program
         # Else the trainer would soon compute such a small net alone.
         session._shares["recompute"].trainers_share = lambda: 0  # type: ignore[method-assign]
         self.count = itertools.count()
@@ -79,7 +80,7 @@ class Steps:
         with torch.no_grad():
             for tensor in self.inputs:
                 tensor.add_(torch.randn_like(tensor), alpha=0.01)
-        factor = 1.0 + next(self.count) // 2 / 1024  # another number is another program
+        factor = 1.0 + next(self.count) // self.steps_per_program / 1024
         expected = self.gradients(plainly, factor)
         before = self.session.report().fallbacks
         try:
@@ -203,6 +204,31 @@ def test_no_flipped_bit_changes_a_gradient(caplog: pytest.LogCaptureFixture) -> 
     met = set(ALL) if DEVICE == "cpu" else set(ALL) - {"region"}  # a trainer shares no memory of a device with a worker
     assert flip_counts.keys() == {(d, kind) for d in ("up", "down") for kind in met if d == "down" or kind not in DOWN}
     assert outcomes["the worker"] > outcomes.total() / 3  # about half: a step with a flip often ends on the trainer
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler")
+def test_two_thousand_flipped_bits_with_graphs() -> None:
+    """Most calls are known: they send their segments before they run."""
+    flips, outcomes = Flips(random.Random(0)), Outcomes()
+    with WorkerProcess("--memory", "3GiB") as worker, torch._dynamo.config.patch(recompile_limit=64):
+        for check, shares_memory in itertools.product(("default", "bytes"), (False, True)):
+            torch._dynamo.reset()
+            with (
+                on_every_channel(flips.on_its_way),
+                backhaul.connect(
+                    worker.address, graphs="eager", settings=quiet(shared_memory=shares_memory)
+                ) as session,
+                flips.in_shared_memory(),
+            ):
+                steps = Steps(session, steps_per_program=64, returns="gradients", determinism_check=check)
+                outcomes += flipped(flips, steps, 500, 1)
+                calls, known = (sum(getattr(s, name) for s in session.report().segments) for name in ("calls", "known"))
+                assert known > calls * 3 / 4
+    assert flips.flipped.total() >= 2_000
+    assert outcomes["the worker"] > outcomes.total() / 3
 
 
 @pytest.mark.soak

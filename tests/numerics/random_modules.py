@@ -15,15 +15,32 @@ from support.bits import plainly, seed_generators
 BATCH, LENGTH, WIDTH = 3, 4, 8
 
 
+class Choices:
+    """Numbers that are drawn before the call, so that torch.compile can follow what they choose."""
+
+    def __init__(self, drawn: Sequence[float]) -> None:
+        self.drawn, self.taken = drawn, 0
+
+    def random(self) -> float:
+        self.taken += 1
+        return self.drawn[(self.taken - 1) % len(self.drawn)]
+
+    def below(self, end: int) -> int:
+        return int(self.random() * end)
+
+    def between(self, least: float, most: float) -> float:
+        return least + self.random() * (most - least)
+
+
 class Scratch:
     """What the parts of one call work on: tensors of shape [BATCH, LENGTH, WIDTH], the arguments first."""
 
-    def __init__(self, owner: "RandomModule", x: Tensor, options: dict[str, Any], rng: random.Random) -> None:
-        self.owner, self.options, self.rng, self.pool = owner, options, rng, [x]
+    def __init__(self, owner: "RandomModule", x: Tensor, options: dict[str, Any], choices: Choices) -> None:
+        self.owner, self.options, self.choices, self.pool = owner, options, choices, [x]
 
     def pick(self) -> Tensor:
         # Late ones more often: modules are deep rather than wide.
-        return self.pool[max(self.rng.randrange(len(self.pool)), self.rng.randrange(len(self.pool)))]
+        return self.pool[max(self.choices.below(len(self.pool)), self.choices.below(len(self.pool)))]
 
     def own(self) -> Tensor:
         """A pick in the dtype of the parameters, which autocast and others may have left."""
@@ -73,7 +90,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Scratch], 
 
 def _inplace_view(s: Scratch) -> Tensor:
     h = s.pick() * 1
-    h[:, s.rng.randrange(LENGTH)].mul_(s.rng.uniform(0.5, 2))
+    h[:, s.choices.below(LENGTH)].mul_(s.choices.between(0.5, 2))
     return h
 
 
@@ -117,13 +134,13 @@ def _auxiliary(s: Scratch) -> Tensor:
 
 
 def _own_generator(s: Scratch) -> Tensor:
-    generator = torch.Generator().manual_seed(s.rng.randrange(100))
+    generator = torch.Generator().manual_seed(s.choices.below(100))
     x = s.pick()
     return x + torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x.dtype)
 
 
 def _autocast(s: Scratch) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=s.rng.random() < 0.7):
+    with torch.autocast("cpu", torch.bfloat16, enabled=s.choices.random() < 0.7):
         return F.linear(s.own(), s.owner.shared) + F.linear(s.own(), s.owner.shared)
 
 
@@ -154,10 +171,10 @@ def _rows(s: Scratch) -> Tensor:
 OPS: dict[str, Callable[[Scratch], Tensor]] = {
     "gelu": lambda s: F.gelu(s.pick()),
     "relu": lambda s: F.relu(s.pick() * 1, inplace=True),
-    "softmax": lambda s: s.pick().softmax(s.rng.randrange(3)),
+    "softmax": lambda s: s.pick().softmax(s.choices.below(3)),
     "add": lambda s: s.pick() + s.pick(),
     "multiply": lambda s: s.pick() * s.pick(),
-    "scale": lambda s: s.pick() * s.rng.uniform(-2, 2),
+    "scale": lambda s: s.pick() * s.choices.between(-2, 2),
     "shared weight": lambda s: F.linear(s.own(), s.owner.shared),
     "tied weight": lambda s: s.own() @ s.owner.shared,
     "attention over": _attention_over,
@@ -201,7 +218,8 @@ class RandomModule(nn.Module):
 
     def __init__(self, names: Sequence[str], seed: int) -> None:
         super().__init__()
-        self.names, self.seed = tuple(names), seed
+        rng = random.Random(seed)
+        self.names, self.drawn = tuple(names), [rng.random() for _ in range(64)]
         self.shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3)
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.layers = nn.ModuleList([LAYERS[name][0]() for name in names if name in LAYERS])
@@ -209,7 +227,7 @@ class RandomModule(nn.Module):
 
     def forward(self, x: Tensor, options: dict[str, Any], *, form: str = "tensor") -> Any:
         """One tensor, or several in the given form."""
-        scratch = Scratch(self, x, options, random.Random(self.seed))
+        scratch = Scratch(self, x, options, Choices(self.drawn))
         layers = iter(self.layers)
         for name in self.names:
             made = LAYERS[name][1](next(layers), scratch) if name in LAYERS else OPS[name](scratch)

@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 
 import backhaul
 from backhaul import Session
-from backhaul._config import LOCALS, Boundaries
+from backhaul._config import LOCALS, Boundaries, GraphUse
 from conftest import quiet, wait_until
 from support.bits import Checkpoint, differing, plainly, seed_generators
 from support.blocks import loop
@@ -170,12 +170,18 @@ def test_many_random_blocks(worker: WorkerProcess, boundaries: Boundaries) -> No
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_two_hundred_workers_die_in_a_block() -> None:
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("graphs", ["auto", "eager"])
+def test_two_hundred_workers_die_in_a_block(graphs: GraphUse) -> None:
     draw, died = random.Random(0), 0
-    with backhaul.connect(settings=quiet(boundaries="derive")) as session:
+    with backhaul.connect(graphs=graphs, settings=quiet(boundaries="derive")) as session:
         (worker,) = session._workers
         for seed in range(200):
             expected = trained(seed, plainly, None)
+            if graphs == "eager":  # first without a kill, so that the calls below are known from their beginning
+                torch._dynamo.reset()
+                assert differing(trained(seed, session.checkpoint, session), expected) == [], f"seed {seed}"
             killing = threading.Timer(draw.uniform(0.0, 0.3), kill_worker, [session])
             killing.start()
             assert differing(trained(seed, session.checkpoint, session), expected) == [], f"seed {seed}"
@@ -183,6 +189,8 @@ def test_two_hundred_workers_die_in_a_block() -> None:
             killing.join()
             wait_until(lambda: worker.connection.up is not None, "the worker is back")
         assert died > 0
+        calls, known = (sum(getattr(one, name) for one in session.report().segments) for name in ("calls", "known"))
+        assert known > calls / 4 if graphs == "eager" else known == 0
 
 
 def kill_worker(session: Session) -> None:

@@ -1,13 +1,11 @@
 """Ways to run a checkpointed call: recomputed on a worker, with either thing coming back, or kept on the trainer."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from backhaul import Session
 from backhaul_runtime.program.custom.names import names
@@ -44,12 +42,3 @@ def anywhere(request: pytest.FixtureRequest, session: Session) -> Checkpoint:
         return session.checkpoint(with_mark, *args, **kwargs)
 
     return call
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """What torch.compile has compiled does not reach another test."""
-    with warnings.catch_warnings(action="ignore"):  # with a GPU the first reset imports modules that warn
-        torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()

@@ -225,3 +225,13 @@ def test_a_worker_refuses_what_it_cannot_compile(change: Callable[[Any], Program
             await compiler.close()
 
     assert why in asyncio.run(asyncio.wait_for(compile_it(), 300.0))
+
+
+def test_statistics_are_written_once_also_in_the_call_that_looks_what_a_block_is() -> None:
+    norm, x = nn.BatchNorm1d(WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+    compiled, remote = torch.compile(norm, backend=backend, options={"kernels": "inductor"}), Loopback()
+    for _ in range(2):
+        remote.checkpoint(compiled, x).sum().backward()
+    assert norm.num_batches_tracked == 2
+    (segment,) = remote.report().segments
+    assert list(segment.kept) == ["it writes to its inputs"]

@@ -14,11 +14,12 @@ from backhaul._forward.known_uses import KnownUses, check_casts
 from backhaul._torch_api.fsdp import frees_parameters
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Program, is_same_program
-from backhaul_runtime.record.known_program import VALUE_READ, KnownProgram, known_program
-from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.record.known_program import SHARED_WRITE, VALUE_READ, KnownProgram, known_program, shares_memory
+from backhaul_runtime.tensors.digest import content_digest
+from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import in_region
-from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, is_view
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunctionAndModes, is_view
 
 MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
@@ -85,6 +86,10 @@ class KnownSegment:
     def is_due(self) -> bool:
         """Whether the next call has to run the function that the graph was captured from. Counts the calls."""
         return next(self._calls) % CHECKED_CALLS == CHECKED_CALLS - 1
+
+    def why_not(self, inputs: Sequence[Any]) -> str:
+        """Returns why a call of the kind with these inputs has to be recorded; empty if it need not be."""
+        return SHARED_WRITE if shares_memory(self.known.written, inputs) else ""
 
 
 class FirstProgram(NamedTuple):
@@ -237,6 +242,22 @@ class GraphCall(CapturedInputs):
 def tensors_of(values: Sequence[Any]) -> list[Tensor]:
     """Returns the tensors among values."""
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def undoing_writes(inputs: Sequence[Any]) -> Callable[[], None]:
+    """Returns a function that gives the inputs of a graph the contents again that they have now."""
+    tensors = tensors_of(inputs)
+    with DisableTorchDispatch():
+        copies = [copy_exact(tensor.detach(), layout_of(tensor)) for tensor in tensors]
+
+    def undo() -> None:
+        with DisableTorchDispatch():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                layout = layout_of(tensor)
+                if content_digest(tensor.detach(), layout) != content_digest(copy, layout):
+                    tensor.data.copy_(copy)  # without a new version: the call is about to write as well
+
+    return undo
 
 
 def _known_program(kind: CallKind, inputs: Sequence[Any], ended: EndedCall, values_read: int) -> KnownProgram:

@@ -13,7 +13,14 @@ from torch.autograd.graph import get_gradient_edge
 from backhaul._backward.frame import Uses
 from backhaul._backward.local_recompute import nesting
 from backhaul._dispatch.prediction import EncodedProgram
-from backhaul._forward.captured_graph import CallKind, CapturedGraph, KnownSegment, pattern_of, tensors_of
+from backhaul._forward.captured_graph import (
+    CallKind,
+    CapturedGraph,
+    KnownSegment,
+    pattern_of,
+    tensors_of,
+    undoing_writes,
+)
 from backhaul._forward.graph_cut import GraphUses, share_storage, why_not_cut
 from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime.errors import Refusal
@@ -47,7 +54,7 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     """Compiles the program of a call that begins now. Returns the segment of its kind.
 
     Runs the graph once to record its ops, and the compiled program once to see what autograd saves. Both runs leave
-    nothing behind: generators are as they were.
+    nothing behind: generators and inputs are as they were.
 
     Args:
         graph: The graph that the call runs.
@@ -58,7 +65,7 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
         Refusal: Calls of this kind keep their activations, for this reason.
     """
     began = perf_counter()
-    restore, before = restoring(generators_in_use()), nesting.active
+    restore, undo, before = restoring(generators_in_use()), undoing_writes(inputs), nesting.active
     nesting.active = True
     try:
         with torch.enable_grad():
@@ -73,6 +80,7 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     finally:
         nesting.active = before
         restore()
+        undo()
     logger.info("Inductor has compiled %s in %.1f s.", graph.name, perf_counter() - began)
     return segment
 

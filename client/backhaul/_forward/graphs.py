@@ -10,10 +10,9 @@ NOTE [Graphs]
    Guards on hooks are on for this, because the reference is eager code, where a hook that is added later runs.
 5. torch.compile does not see everything, such as a write through NumPy. So the first two calls of each kind run the
    function itself, and the third one the graph, all recorded. If the graph's program differs, the third call runs the
-   function as well, after the generators were restored, and so does each later one. A program that could show this too
-   late, because it writes to memory or reads values, is refused after the first call. If the first two calls run
-   different programs, the kind is refused too: the graph leaves out what a function keeps from one call to the next, as
-   `lru_cache` does.
+   function as well, after the generators and what the graph wrote to were restored, and so does each later one. If the
+   first two calls run different programs, the kind is refused too: the graph leaves out what a function keeps from one
+   call to the next, as `lru_cache` does.
 6. The guards do not notice each change, such as one of a class. So one in `CHECKED_CALLS` calls runs the function.
 7. With Inductor's kernels the program of each kind is compiled before the first call of the kind runs, so all calls
    have the same kernels. What is no compiled program keeps its activations: other kernels would give other bits.
@@ -41,6 +40,7 @@ from backhaul._forward.captured_graph import (
     KnownSegment,
     Learned,
     OtherOpsError,
+    undoing_writes,
 )
 from backhaul._forward.checkpoint import (
     CAPTURED,
@@ -182,6 +182,8 @@ def compile_graph(
         call = GraphCall(graph, inputs)
         kind = kind_of_call(target.dispatcher, call, target.options)
         learned = kind if isinstance(kind, str) else graph.learned(kind)
+        if isinstance(learned, KnownSegment) and (reason := learned.why_not(inputs)):
+            learned = reason
         if isinstance(learned, KnownSegment) and not (target.compiles_itself and learned.is_due()):  # Rule 6
             target.graph_count += 1
             return run_known(target.dispatcher, call, learned, target.options)
@@ -196,12 +198,14 @@ def compile_graph(
         if needs_function:
             raise _FunctionNeededError(learn)
         target.graph_count += 1
-        restore = None if expected is None else restoring(generators_in_use())
+        undo = [] if expected is None else [restoring(generators_in_use())]
+        if expected is not None and any(source.is_written for source in expected.sources):
+            undo.append(undoing_writes(inputs))
         try:
             return run_segment(target.dispatcher, call, tuple(call.arguments), {}, target.options, learn)
         except OtherOpsError:
-            if restore is not None:
-                restore()
+            for step in undo:
+                step()
             raise
 
     return run

@@ -44,6 +44,7 @@ class CallMemory:
         saved: The versions of the saved tensors in memory that the ops have made, by the key of the storage and by
             position.
         overwritten: Called before a write to such memory.
+        has_overwritten_saved: Whether there was such a write.
     """
 
     def __init__(
@@ -54,3 +55,4 @@ class CallMemory:
         self.contents = Contents(fixed)
         self.saved: defaultdict[int, dict[int, SavedVersion]] = defaultdict(dict)
         self.overwritten: Overwritten = lambda *_: None
+        self.has_overwritten_saved = False

@@ -6,13 +6,16 @@ NOTE [Known programs]
    from the ambient state. Calls that agree in these are of one kind, and the first of a kind is recorded.
 2. `known_program` refuses a program to which this does not apply: an op gave Python a value of a tensor, a size follows
    from values, or the call read what the kind does not show.
-3. It also refuses programs that write to memory, because a later call would have to watch the memory of saved tensors.
+3. It also refuses programs that write to what autograd has saved before, because a later call would have to watch the
+   memory of saved tensors. What a program writes to besides memory of its own, such as the statistics of BatchNorm, is
+   copied before the call, and must share no memory with another input.
 4. The layout of each tensor that a later call saves is compared with the recorded one. At a difference, which only an
    error in the rules above explains, that call keeps the rest of its activations. The nodes before it have run as
    recorded.
 5. Values are taken anew in each call: the digests of its sources and of what it saves, and the generator's state.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -23,13 +26,12 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.op_rules import rules
 from backhaul_runtime.program.program import GeneratorRef, Program, parts_in
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
 from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import Recording, SavedTensor
-from backhaul_runtime.record.sources import MakeCopy, recorded_source
+from backhaul_runtime.record.sources import MakeCopy, note_write, recorded_source
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout
@@ -40,6 +42,7 @@ from backhaul_runtime.torch_internals.storages import storage_key
 
 VALUE_READ = "it reads the value of a tensor in Python"
 CHOICES_SENT = "a worker computes other bits, so its random draws and decisions are sent"
+SHARED_WRITE = "an input that it writes to shares memory with another one"
 CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
 
 
@@ -76,6 +79,7 @@ class KnownProgram:
     Attributes:
         program: What a worker runs.
         inputs: The position of each source among the function's inputs.
+        written: The positions of the inputs that the program writes to.
         saves: The tensors that autograd saves, in order.
         draws_on: The device whose default generator all draws use; None if nothing draws.
         computes_on_host: Whether an op returns a tensor on the CPU.
@@ -85,6 +89,7 @@ class KnownProgram:
 
     program: Program
     inputs: tuple[int, ...]
+    written: tuple[int, ...]
     saves: tuple[KnownSave, ...]
     draws_on: torch.device | None
     computes_on_host: bool
@@ -128,10 +133,10 @@ def known_program(
         raise Refusal(CHOICES_SENT)
     if recorder.call.builder.made_leaves:
         raise Refusal("it makes a leaf")
+    positions_of_sources = tuple(positions[id(tensor)] for tensor in sources.tensors)
+    written = _written(recorder, program, positions_of_sources, inputs)
     for node in program.nodes:
         op = resolve(node.op)
-        if rules(op).written:
-            raise Refusal(f"{node.op} writes to memory")
         if node.op in UNDEFINED_SAVES:
             raise Refusal(f"{node.op} saves memory that it does not write")
         if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
@@ -140,7 +145,8 @@ def known_program(
             raise Refusal(f"{node.op} draws from a generator of its own")
     return KnownProgram(
         program,
-        tuple(positions[id(tensor)] for tensor in sources.tensors),
+        positions_of_sources,
+        written,
         tuple(map(KnownSave.of, recording.saved, recorder.call.builder.saving_nodes, repeat(recording))),
         _drawn_from(recording),
         recording.computes_on_host,
@@ -149,11 +155,36 @@ def known_program(
     )
 
 
+def _written(
+    recorder: Recorder, program: Program, positions: Sequence[int], inputs: Sequence[Tensor | None]
+) -> tuple[int, ...]:
+    """Returns the positions of the inputs that a program writes to. Raises Refusal by Rule 3."""
+    if recorder.call.memory.has_overwritten_saved:
+        raise Refusal("it writes to memory that autograd has saved before")
+    sources = [index for index, source in enumerate(program.sources) if source.is_written]
+    if any(program.sources[index].requires_grad for index in sources):
+        raise Refusal("it writes to an input that takes gradients")
+    written = tuple(positions[index] for index in sources)
+    if shares_memory(written, inputs):
+        raise Refusal(SHARED_WRITE)
+    return written
+
+
+def shares_memory(positions: Sequence[int], inputs: Sequence[Any]) -> bool:
+    """Whether one of the inputs at these positions lies in the storage of another input."""
+    if not positions:
+        return False
+    keys = Counter(storage_key(value) for value in inputs if isinstance(value, Tensor))
+    return any(keys[storage_key(inputs[position])] > 1 for position in positions)
+
+
 def _whole_source(saved: SavedTensor, recording: Recording) -> int:
     """Returns the source that has the same bytes in the same order as a saved tensor, so the same content; else -1."""
     if saved.source < 0 or saved.is_undefined:
         return -1
     source = recording.sources[saved.source]
+    if source.is_written:
+        return -1
     parts = (source.layout.dtype, source.offset, source.layout.span_bytes)
     is_whole = (saved.layout.dtype, saved.offset, saved.layout.span_bytes) == parts
     is_ordered = saved.layout.memory_order == source.layout.memory_order is not None
@@ -248,7 +279,10 @@ class KnownCall:
             address = digest_of(tensor_address, layout, content)
             if known.is_cast and CASTS.has_stale_cast(tensor, address):
                 raise Refusal(STALE_CAST)
-            self.recording.sources.append(recorded_source(tensor, layout, address, make_copy, is_argument=is_argument))
+            source = recorded_source(tensor, layout, address, make_copy, is_argument=is_argument)
+            if known.program.sources[len(self.recording.sources)].is_written:
+                note_write(source, tensor)
+            self.recording.sources.append(source)
         if known.draws_on is not None:
             state = default_generator(known.draws_on).get_state().numpy().tobytes()
             self.recording.generator_states += [state, *[b""] * (known.program.draws - 1)]

@@ -25,6 +25,7 @@ def prepare_write(call: RunningCall, tensor: Tensor) -> None:
     key = storage_key(tensor)
     # Where autograd does not see the write, backward reads what the op writes, which a replay does not compute.
     if key in memory.saved:
+        memory.has_overwritten_saved = True
         memory.overwritten(tensor, memory.saved[key])
     # NOTE [What the recorder relies on], Rule 3. A copy of any other tensor would be for nothing.
     if recording.refusal is not None:

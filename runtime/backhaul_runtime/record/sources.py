@@ -60,6 +60,14 @@ def recorded_source(
     return RecordedSource(layout, offset, address, value, is_copy, is_argument, requires_grad, is_leaf)
 
 
+def note_write(source: RecordedSource, tensor: Tensor) -> None:
+    """Notes that an op is about to write to a source, and copies its contents unless that was done before."""
+    if not source.is_copy:
+        source.retained, source.is_copy = copy_exact(source.value, source.layout), True
+    source.is_written = True
+    source.written = None if source.is_argument else tensor
+
+
 class SourceLedger:
     """The sources that the ops of a running call have used so far, numbered in the order of first use.
 
@@ -151,12 +159,8 @@ class SourceLedger:
         del self.tensors[count:], self._edges[count:], self._noted[count:]
 
     def note_write(self, index: int) -> None:
-        """Notes that an op is about to write to a source, and copies its contents unless that was done before."""
-        source = self._noted[index]
-        if not source.is_copy:
-            source.retained, source.is_copy = copy_exact(source.value, source.layout), True
-        source.is_written = True
-        source.written = None if source.is_argument else self.tensors[index]
+        """Works as the function of this name, for the source of a number."""
+        note_write(self._noted[index], self.tensors[index])
 
     def rewrites_autograd(self) -> bool:
         """Whether the call changed a source's history, by writing a differentiable value to it or detaching it."""
