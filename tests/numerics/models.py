@@ -28,6 +28,8 @@ class Family:
         further: Calls of layers that return what others of their outputs follow from: backward goes through each in two
             stages.
         autocast: The step runs under bfloat16 autocast.
+        kinds: How many kinds of calls a step has with graphs="eager". Equal layers mostly have one.
+        recorded: Why all of these calls are recorded, as the report begins to say it; empty if they are known.
     """
 
     build: Callable[[], nn.Module]
@@ -38,6 +40,8 @@ class Family:
     kept: str = ""
     further: Mapping[str, int] = field(default_factory=dict)
     autocast: bool = False
+    kinds: int = 1
+    recorded: str = ""
 
     def decisions(self, returns: str) -> dict[str, dict[Decision, int]]:
         """What becomes of its segments, by layer. What is kept may have a part that the trainer recomputes."""
@@ -198,7 +202,11 @@ _UNET_BLOCKS = ("DownBlock2D", "CrossAttnDownBlock2D", "UNetMidBlock2DCrossAttn"
 FAMILIES: dict[str, Family] = {
     "Llama": Family(_llama, _text, {"LlamaDecoderLayer": 2}),
     "Llama, use_cache": Family(
-        _llama_with_cache, _text, {"LlamaDecoderLayer": 2}, keeps="the cache keeps keys and values"
+        _llama_with_cache,
+        _text,
+        {"LlamaDecoderLayer": 2},
+        keeps="the cache keeps keys and values",
+        recorded="the graph of its inside stays on the trainer",
     ),
     "GPT-2": Family(_gpt2, _text, {"GPT2Block": 2}),
     "BLOOM": Family(
@@ -207,22 +215,38 @@ FAMILIES: dict[str, Family] = {
         {"BloomBlock": 2},
         kept="the custom autograd function GeLUFunction of transformers (a worker with --allow "
         "transformers.models.bloom.modeling_bloom:GeLUFunction would run it)",
+        recorded="torch.compile cannot capture it whole: the graph holds autograd_function_apply",
     ),
     "BERT": Family(_bert, _text, {"BertLayer": 2}),
     "BERT, bf16 autocast": Family(_bert, _text, {"BertLayer": 2}, autocast=True),
     # One layer's weights in two segments.
-    "ALBERT": Family(_albert, _text, {"AlbertLayer": 2}),
+    "ALBERT": Family(_albert, _text, {"AlbertLayer": 2}, kinds=2),
     # Two encoder and two decoder blocks; all of a stack share a position bias, the decoder's the encoder's states. The
     # first of each stack makes the bias and returns it.
-    "T5": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}),
-    "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}, autocast=True),
+    "T5": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}, kinds=4),
+    "T5, bf16 autocast": Family(_t5, _translation, {"T5Block": 4}, further={"T5Block": 2}, autocast=True, kinds=4),
     "ViT": Family(_vit, _images, {"ViTLayer": 2}),
-    "Mixtral": Family(_mixtral, _text, {"MixtralDecoderLayer": 2}),
-    "Mixtral, router loss": Family(
-        _mixtral_with_router_loss, _text, {"MixtralDecoderLayer": 2}, keeps="the loss takes the routers' logits"
+    "Mixtral": Family(
+        _mixtral,
+        _text,
+        {"MixtralDecoderLayer": 2},
+        recorded="the size of what aten.index.Tensor returns depends on values",
     ),
-    "ResNet": Family(_resnet, _images, {"ResNetBottleNeckLayer": 4}, draws=False),
-    "Mamba": Family(_mamba, _text, {"MambaBlock": 2}, draws=False),
+    "Mixtral, router loss": Family(
+        _mixtral_with_router_loss,
+        _text,
+        {"MixtralDecoderLayer": 2},
+        keeps="the loss takes the routers' logits",
+        recorded="torch.compile cannot capture it whole: Unsupported method call",
+    ),
+    "ResNet": Family(_resnet, _images, {"ResNetBottleNeckLayer": 4}, draws=False, kinds=3),
+    "Mamba": Family(
+        _mamba,
+        _text,
+        {"MambaBlock": 2},
+        draws=False,
+        recorded="torch.compile cannot capture it whole: the graph holds lazy_load_decompositions",
+    ),
     # Blocks on the way down return what they go on from, for those on the way up.
-    "U-Net": Family(_unet, _denoising, dict.fromkeys(_UNET_BLOCKS, 1), further={"DownBlock2D": 1}),
+    "U-Net": Family(_unet, _denoising, dict.fromkeys(_UNET_BLOCKS, 1), further={"DownBlock2D": 1}, kinds=5),
 }

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -29,15 +29,17 @@ def offline() -> Iterator[None]:
         yield
 
 
-def one_step(family: Family, prepare: Callable[[nn.Module], object] = lambda model: None) -> list[Tensor | None]:
-    """Loss, gradients, buffers and the generator's state after a step of a model that was prepared first."""
+def one_step(
+    family: Family, prepare: Callable[[nn.Module], object] = lambda model: None, steps: int = 1
+) -> list[Tensor | None]:
+    """Losses, gradients, buffers and the generator's state after steps of a model that was prepared first."""
 
     def build() -> nn.Module:
         model = family.build().train()
         prepare(model)
         return model
 
-    return train(plainly, build, lambda _, model: (family.loss(model), ()), steps=1)
+    return train(plainly, build, lambda _, model: (family.loss(model), ()), steps=steps)
 
 
 def classes(model: nn.Module, family: Family) -> tuple[type[nn.Module], ...]:
@@ -58,6 +60,43 @@ def test_model(name: str, returns: str, session: Session) -> None:
     kept = {reason: count for segment in report.segments for reason, count in segment.kept.items()}
     assert kept == ({family.kept: sum(family.segments.values())} if family.kept else {})
     assert {segment.name: segment.decisions for segment in report.segments} == family.decisions(returns)
+
+
+FEW = {"Llama", "BERT", "BERT, bf16 autocast", "ViT"}
+"""Families whose steps with graphs are compared in each CI run."""
+STEPS = 4
+"""The first three calls of a kind are recorded, so what a step calls once is known in the last of them."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        pytest.param(name, autocast, marks=() if name in FEW else pytest.mark.nightly)
+        for name, family in FAMILIES.items()
+        for autocast in ((False, True) if not family.autocast else (True,))
+        if not autocast or family.autocast or f"{name}, bf16 autocast" not in FAMILIES
+    ],
+)
+def test_model_with_graphs(name: str, autocast: bool, worker: WorkerProcess) -> None:
+    family = replace(FAMILIES[name], autocast=autocast)
+    expected = one_step(family, steps=STEPS)
+    with backhaul.connect(worker.address, graphs="eager", settings=quiet()) as session:
+        ours = one_step(family, lambda model: session.wrap(model, classes(model, family)), STEPS)
+        report = session.report()
+    assert differing(ours, expected) == []
+    assert report.fallbacks == 0
+    calls = STEPS * sum(family.segments.values())
+    assert sum(segment.calls for segment in report.segments) == calls
+    assert report.remote >= (0 if family.kept else 0.9 * calls)
+    recorded = [reason for segment in report.segments for reason in segment.recorded]
+    if family.recorded:
+        assert all(reason.startswith(family.recorded) for reason in recorded)
+    else:
+        assert recorded == []
+        assert sum(segment.known for segment in report.segments) == calls - 3 * family.kinds
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,6 +169,8 @@ def test_the_documentation_says_the_same() -> None:
         where = [family.returned(returns) for returns in ("gradients", "activations")]
         why = family.keeps or family.kept
         assert f"| {name} | {segments} | {'on' if family.draws else 'none'} | {' | '.join(where)} | {why} |\n" in said
+        known = "recorded" if family.recorded else f"{STEPS * sum(family.segments.values()) - 3 * family.kinds} known"
+        assert f"| {name} | {known} | {family.kinds} | {family.recorded} |\n" in said
     for name, own in OWN_CHECKPOINTING.items():
         segments = ", ".join(f"{calls} `{layer}`" for layer, calls in own.calls.items())
         totals = sum((Counter(done) for done in own.decisions.values()), Counter())
