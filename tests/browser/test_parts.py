@@ -191,6 +191,7 @@ def test_timeline(page: Page, trained: Training) -> None:
     facts = dict(zip(panel.locator("dt").all_inner_texts(), panel.locator("dd").all_inner_texts(), strict=True))
     assert facts["Worker"] == (call["worker"] or "none")
     assert facts["Decision"] == call["decision"]
+    assert facts["Program"] == "recorded"
     assert facts["Why"] == call["reason"]
     assert facts["Sent"] == in_bytes(call["up_bytes"])
     for lane in {span["lane"] for span in timeline["spans"] if span["call"] == first["call"]}:
@@ -279,6 +280,12 @@ def test_an_exported_trace_opens_and_no_bars_of_a_thread_overlap(page: Page) -> 
         assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(bars))
 
 
+def _programs(row: dict[str, Any]) -> str:
+    """What the table says of the programs of a segment that nobody has compiled."""
+    text = f"{row['calls']:,} recorded"
+    return f"{text} {row['programs']:,} programs" if row["programs"] > 1 else text
+
+
 def test_segments(page: Page, trained: Training) -> None:
     page.locator("#segments").scroll_into_view_if_needed()
 
@@ -295,6 +302,7 @@ def test_segments(page: Page, trained: Training) -> None:
                 in_ms(row["overhead_ms"]),
                 row["decision"],
                 " ".join(dict.fromkeys([row["reason"], *[reason["reason"] for reason in row["reasons"]]])),
+                _programs(row),
                 row["worker"] or NONE,
                 *[f"{row[field]:,}" for field in ("fallbacks", "mismatches")],
                 "0",

@@ -82,6 +82,29 @@ def test_a_training_is_told_to_its_worker(session: Session, worker: WorkerProces
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_how_the_programs_of_calls_were_found_is_told(session: Session, worker: WorkerProcess) -> None:
+    train(session, 4, graphs="eager")
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        session.checkpoint(nn.Tanh(), torch.randn(3, requires_grad=True), graphs="eager").sum().backward()
+    session.step()
+    calls = [call for report in told(session, worker, calls=13, steps=5) for call in report.calls]
+    *first, hooked = [call.capture for call in sorted(calls, key=lambda call: (call.step, call.number))]
+    assert [capture.is_known for capture in first[:3] + first[9:]] == [False] * 3 + [True] * 3
+    assert len({capture.program for capture in first}) == 2  # only the first layer has an input that is a leaf
+    assert [capture.reason for capture in first] == [""] * 12
+    assert hooked.program not in {0, *(capture.program for capture in first)}
+    assert not hooked.is_known
+    assert hooked.reason == "hooks that run for all modules are registered"
+    compilations = [one for capture in (*first, hooked) for one in capture.compilations]
+    assert len(compilations) == 1
+    assert all(one.took_s > 0 for one in compilations)
+    layers, function = session.report().segments
+    assert (layers.programs, layers.known, layers.compilations) == (2, sum(one.is_known for one in first), 1)
+    assert (function.programs, function.known, function.compilations) == (1, 0, 0)
+
+
+@pytest.mark.slow
 def test_a_block_is_told_with_its_shares_and_micro_batches(session: Session, worker: WorkerProcess) -> None:
     blocks = [nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)]
     with session.accumulate() as step:

@@ -135,7 +135,7 @@ def check(answers: Answers) -> None:
     for path, text in texts.items():
         if path == "segments.csv":
             rows = list(csv.reader(io.StringIO(text)))
-            assert {len(row) for row in rows} == {17}
+            assert {len(row) for row in rows} == {23}
             assert not any(cell.startswith(("=", "@", "+")) for row in rows for cell in row)
         else:
             _check_values(json.loads(text, parse_constant=_refuse))

@@ -17,6 +17,7 @@ from backhaul_server.dashboard.collect.series import Series
 from backhaul_server.dashboard.collect.trainers import DETAILED_RUNS, Trainers
 from backhaul_server.dashboard.collect.training_runs import STEPS
 from backhaul_server.dashboard.collect.watch import Watch
+from backhaul_server.dashboard.schemas.segments import SegmentStatus
 from backhaul_server.dashboard.views.memory import memory_history
 from backhaul_server.dashboard.views.overview import overview
 from backhaul_server.dashboard.views.ranges import TimeRange
@@ -296,3 +297,26 @@ def test_a_timeline_shows_the_longest_bars_and_only_the_calls_they_are_of() -> N
     assert drawn.left_out > 0
     assert {span.call for span in drawn.spans} == set(range(len(drawn.calls)))
     assert all(span.segment == drawn.calls[span.call].segment for span in drawn.spans)
+
+
+def test_how_the_programs_of_a_segment_were_found_is_counted() -> None:
+    table, training = SegmentTable("r", lambda: True), Training(segments=1)
+    captures = [
+        telemetry_pb2.Capture(program=7, compilations=[telemetry_pb2.TorchCompilation(took_s=0.5)]),
+        telemetry_pb2.Capture(program=7, is_known=True),
+        telemetry_pb2.Capture(program=8, reason="it makes a leaf"),
+        telemetry_pb2.Capture(program=8, compilations=[telemetry_pb2.TorchCompilation(took_s=0.25, guard="x == 1")]),
+        telemetry_pb2.Capture(),
+    ]
+    for step, capture in enumerate(captures):
+        table.take(training.call(step, 0, capture=capture), [0.0] * 9, NOW_S)
+    (row,) = table
+    shown = SegmentStatus.model_validate(row, from_attributes=True)
+    assert (shown.calls, shown.known, shown.programs, shown.compilations, shown.compile_s) == (5, 1, 2, 2, 0.75)
+    assert [(one.text, one.times) for one in shown.recorded] == [("it makes a leaf", 1)]
+    assert [(one.text, one.times) for one in shown.recompiled] == [("x == 1", 1)]
+    for number in range(REASONS + 2):
+        capture = telemetry_pb2.Capture(program=10 + number, reason=f"reason {number}")
+        table.take(training.call(9 + number, 0, capture=capture), [0.0] * 9, NOW_S)
+    assert [one.text for one in row.recorded][-1] == f"reason {REASONS + 1}"
+    assert len(row.recorded) == REASONS

@@ -39,6 +39,25 @@ def test_only_the_first_call_of_a_graph_is_recorded(way: Callable[[Loopback], Ch
     assert not reported(remote).recorded
 
 
+@WAYS
+def test_the_report_has_each_compilation_and_the_guard_that_failed(way: Callable[[Loopback], Checkpoint]) -> None:
+    remote, x, block = Loopback(), inputs(), Block().to(DEVICE)
+    checkpoint = way(remote)
+    step(checkpoint, block, x)
+    assert (reported(remote).compilations, reported(remote).recompiled) == (1, {})
+    block.scale = 0.25
+    step(checkpoint, block, x)
+    step(checkpoint, block, x)
+    report = reported(remote)
+    assert report.compilations == 2
+    assert report.compile_s > 0
+    ((guard, times),) = report.recompiled.items()
+    assert "scale == 0.5 (" in guard
+    assert "support/compiled.py:" in guard
+    assert times == 1
+    assert f"1 compiled again: {guard}" in str(remote.report())
+
+
 CHANGES: dict[str, Callable[[Block], Any]] = {
     "a float": lambda block: setattr(block, "scale", 0.25),
     "an int": lambda block: setattr(block, "power", 3),

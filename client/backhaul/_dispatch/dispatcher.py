@@ -262,6 +262,7 @@ class Dispatcher:
         if was_sent:  # the prediction has made and queued the same copies
             save.queued_bytes = 0
         call.log.worker = worker.connection.name
+        call.log.program(known.address)
         saved = SavedSegment(
             worker.connection,
             worker.uploader,

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -58,8 +59,11 @@ from backhaul._torch_api.call_options import Options
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.captured_graphs import (
+    TorchCompilation,
     arguments_of_graph,
     backend_of,
+    compilation,
+    compilation_now,
     compile_for_autograd,
     draws_in_python,
     forward_of_graph,
@@ -166,6 +170,7 @@ def compile_graph(
         name = name or name_of_compiled()
         reason = _why_unsuited(module)
         graph = CapturedGraph(forward_of_graph(module), name, arguments_of_graph(module), numbers_of_graph(module))
+        compile_ids = iter([compilation_now()])
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         reason = Refusal.of(error).reason
     if reason and _present.target is not None and _present.target.compiles_itself:
@@ -173,7 +178,7 @@ def compile_graph(
     if reason:
         return _keeping(reason, plain(module, examples), name or "compiled graph", default)
     if kernels == "inductor":
-        return _compiling_kinds(graph, _plainly(module, examples), default)
+        return _compiling_kinds(graph, _plainly(module, examples), default, compile_ids)
 
     def run(*inputs: Any) -> Any:
         target = _present.target or default()
@@ -187,6 +192,7 @@ def compile_graph(
         if isinstance(learned, KnownSegment) and not (target.compiles_itself and learned.is_due()):  # Rule 6
             target.graph_count += 1
             return run_known(target.dispatcher, call, learned, target.options)
+        _note_compilations(target, graph.name, compile_ids)
         expected = learned if isinstance(learned, Program) else None
         needs_function = target.compiles_itself and expected is None  # Rule 5
         if isinstance(kind, str) or isinstance(learned, str):
@@ -211,8 +217,17 @@ def compile_graph(
     return run
 
 
+def _note_compilations(target: GraphTarget, name: str, compile_ids: Iterator[str]) -> None:
+    """Counts the compilations that have ended since they were noted: at the first call of a graph its own."""
+    for compile_id in compile_ids:
+        target.dispatcher.journal.log(name).compiled(compilation(compile_id))
+
+
 def _compiling_kinds(
-    graph: CapturedGraph, plain: Callable[..., Any], default: Callable[[], GraphTarget | None]
+    graph: CapturedGraph,
+    plain: Callable[..., Any],
+    default: Callable[[], GraphTarget | None],
+    compile_ids: Iterator[str],
 ) -> Callable[..., Any]:
     """Returns a function that runs a graph with Inductor's kernels: rule 7."""
     lock = threading.Lock()
@@ -229,8 +244,12 @@ def _compiling_kinds(
             with lock:
                 learned = graph.learned(kind)
                 if learned is None:
+                    _note_compilations(target, graph.name, compile_ids)
+                    began_s = monotonic()
                     reason = graph.note(kind, partial(compiled_segment, graph, kind, inputs))
                     learned = graph.learned(kind) or reason
+                    kernels = TorchCompilation(monotonic() - began_s, "")
+                    target.dispatcher.journal.log(graph.name).compiled(kernels)
         if isinstance(learned, KnownSegment):
             return run_known(target.dispatcher, call, learned, target.options)
         _keep_activations(target, graph.name, str(learned))

@@ -71,6 +71,7 @@ class CallLog:
         self.up_bytes = self.down_bytes = self.retries = self.mismatches = self.micro_batch = 0
         self.saved_bytes = 0
         self.largest_drift = 0.0
+        self._is_known, self._why_recorded, self._program = False, "", b""
         self.step = self.number = self.position = 0
         self._begin()
 
@@ -139,13 +140,21 @@ class CallLog:
     @_safe
     def known(self) -> None:
         """Counts a call whose program is known, see `SegmentLog`."""
+        self._is_known = True
         self._log.known()
 
     @_safe
     def recorded(self, reason: str) -> None:
         """Notes why the call of a captured graph was recorded; empty if a later one of its kind need not be."""
+        self._why_recorded = reason
         if reason:
             self._log.recorded(reason)
+
+    @_safe
+    def program(self, address: bytes) -> None:
+        """Notes the address of the program that a worker gets."""
+        self._program = address
+        self._log.program(address)
 
     @_safe
     def traffic(self, up_bytes: int = 0, down_bytes: int = 0) -> None:
@@ -264,6 +273,15 @@ class CallLog:
             drift=self.largest_drift,
             overhead_s=self.overhead_s,
             micro_batch=self.micro_batch,
+            capture=telemetry_pb2.Capture(
+                is_known=self._is_known,
+                reason=self._why_recorded[:_SHOWN_OF_REASON],
+                program=int.from_bytes(self._program[:4], "big"),
+                compilations=[
+                    telemetry_pb2.TorchCompilation(took_s=one.took_s, guard=one.guard[:_SHOWN_OF_REASON])
+                    for one in self._log.new_compilations()
+                ],
+            ),
         )
 
     @property

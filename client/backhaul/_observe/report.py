@@ -10,6 +10,7 @@ from enum import Enum
 
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.tensors.durations import Duration, DurationSum
+from backhaul_runtime.torch_internals.captured_graphs import TorchCompilation
 
 logger = logging.getLogger("backhaul")
 
@@ -18,6 +19,10 @@ TRAINERS_SHARE = "its share of an accumulation block"
 
 UNREACHABLE = "no worker can be reached"
 """How the reason begins for segments that found no worker. It says nothing about the segments themselves."""
+
+
+MAX_PROGRAMS = 1_000
+"""The most programs of one name that are counted."""
 
 
 class Decision(Enum):
@@ -69,6 +74,10 @@ class SegmentReport:
         spared_bytes: Bytes that were not sent because only the differences of parameters were.
         known: Number of calls whose program was known from an earlier call, so that they were not recorded.
         recorded: Why calls that were compiled, or should have been, were recorded all the same, with counts.
+        programs: Number of different programs that workers got.
+        compilations: How often torch.compile has captured a graph, or made kernels for one.
+        compile_s: Seconds that it took for these.
+        recompiled: The guards that no longer held when it captured another graph, with counts.
     """
 
     name: str
@@ -86,6 +95,10 @@ class SegmentReport:
     spared_bytes: int = 0
     known: int = 0
     recorded: dict[str, int] = field(default_factory=dict)
+    programs: int = 0
+    compilations: int = 0
+    compile_s: float = 0.0
+    recompiled: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +246,19 @@ class Report:
                 lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
             if segment.known:
                 lines.append(f"  {segment.known} not recorded: their programs were known")
+            if segment.compilations:
+                times = "once" if segment.compilations == 1 else f"{segment.compilations} times"
+                lines.append(
+                    f"  torch.compile has compiled it {times} in {segment.compile_s:.1f} s; workers "
+                    f"got {segment.programs} different {'program' if segment.programs == 1 else 'programs'}"
+                )
             for where, reasons in (
                 ("on the trainer", segment.reasons),
                 ("kept on the trainer", segment.kept),
                 ("as activations", segment.inside),
                 ("not deferred", segment.blocked),
                 ("recorded", segment.recorded),
+                ("compiled again", segment.recompiled),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         if self.spared_bytes:
@@ -272,6 +292,9 @@ class SegmentLog:
     _blocked: Counter[str] = field(default_factory=Counter)
     _known: int = 0
     _recorded: Counter[str] = field(default_factory=Counter)
+    _programs: set[bytes] = field(default_factory=set)
+    _compilations: list[TorchCompilation] = field(default_factory=list)
+    _told_compilations: int = 0
     _up_bytes: int = 0
     _spared_bytes: int = 0
     _down_bytes: int = 0
@@ -362,6 +385,23 @@ class SegmentLog:
         with self._lock:
             self._recorded[reason] += 1
 
+    def program(self, address: bytes) -> None:
+        """Notes the program of a segment that a worker gets."""
+        if len(self._programs) < MAX_PROGRAMS:  # a program with a number that changes is another one each time
+            self._programs.add(address)
+
+    def compiled(self, compilation: TorchCompilation) -> None:
+        """Notes that torch.compile has captured a graph, or made kernels for one."""
+        with self._lock:
+            self._compilations.append(compilation)
+
+    def new_compilations(self) -> list[TorchCompilation]:
+        """Returns the compilations since the last call of this method."""
+        with self._lock:
+            new = self._compilations[self._told_compilations :]
+            self._told_compilations = len(self._compilations)
+            return new
+
     def fallback(self, reason: str, *, is_said: bool = False, step: int | None = None) -> None:
         """Notes why a segment that was meant for a worker runs on the trainer."""
         with self._lock:
@@ -388,6 +428,10 @@ class SegmentLog:
                 self._spared_bytes,
                 self._known,
                 dict(self._recorded),
+                len(self._programs),
+                len(self._compilations),
+                sum(compilation.took_s for compilation in self._compilations),
+                dict(Counter(compilation.guard for compilation in self._compilations if compilation.guard)),
             )
 
 

@@ -858,6 +858,7 @@ class SegmentCall(_message.Message):
     DRIFT_FIELD_NUMBER: _builtins.int
     OVERHEAD_S_FIELD_NUMBER: _builtins.int
     MICRO_BATCH_FIELD_NUMBER: _builtins.int
+    CAPTURE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     number: _builtins.int
     """Counts the calls of the step from 0."""
@@ -884,6 +885,8 @@ class SegmentCall(_message.Message):
     """In its accumulation block, counted from 1; 0 for a call outside a block."""
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    @_builtins.property
+    def capture(self) -> Global___Capture: ...
     def __init__(
         self,
         *,
@@ -903,14 +906,74 @@ class SegmentCall(_message.Message):
         drift: _builtins.float = ...,
         overhead_s: _builtins.float = ...,
         micro_batch: _builtins.int = ...,
+        capture: Global___Capture | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "down_bytes", b"down_bytes", "drift", b"drift", "is_fallback", b"is_fallback", "micro_batch", b"micro_batch", "mismatches", b"mismatches", "name", b"name", "number", b"number", "overhead_s", b"overhead_s", "position", b"position", "reason", b"reason", "retries", b"retries", "spans", b"spans", "step", b"step", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capture", b"capture", "decision", b"decision", "down_bytes", b"down_bytes", "drift", b"drift", "is_fallback", b"is_fallback", "micro_batch", b"micro_batch", "mismatches", b"mismatches", "name", b"name", "number", b"number", "overhead_s", b"overhead_s", "position", b"position", "reason", b"reason", "retries", b"retries", "spans", b"spans", "step", b"step", "up_bytes", b"up_bytes", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentCall: _TypeAlias = SegmentCall  # noqa: Y015
+
+@_typing.final
+class Capture(_message.Message):
+    """How the program of a call was found."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IS_KNOWN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    COMPILATIONS_FIELD_NUMBER: _builtins.int
+    is_known: _builtins.bool
+    """It was known from an earlier call of a captured graph, so that the call was not recorded."""
+    reason: _builtins.str
+    """Why a call that was compiled, or should have been, was recorded all the same; empty for all others."""
+    program: _builtins.int
+    """The same for equal programs; 0 where no worker got the segment."""
+    @_builtins.property
+    def compilations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TorchCompilation]:
+        """Graphs that torch.compile has captured, and kernels that it has made for one, since the last call of the same name was told."""
+
+    def __init__(
+        self,
+        *,
+        is_known: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        program: _builtins.int = ...,
+        compilations: _abc.Iterable[Global___TorchCompilation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compilations", b"compilations", "is_known", b"is_known", "program", b"program", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Capture: _TypeAlias = Capture  # noqa: Y015
+
+@_typing.final
+class TorchCompilation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    GUARD_FIELD_NUMBER: _builtins.int
+    took_s: _builtins.float
+    guard: _builtins.str
+    """The guard that no longer held, with its place in the user's code; empty for the first graph of a function."""
+    def __init__(
+        self,
+        *,
+        took_s: _builtins.float = ...,
+        guard: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guard", b"guard", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TorchCompilation: _TypeAlias = TorchCompilation  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):

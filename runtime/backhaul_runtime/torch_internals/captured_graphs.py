@@ -3,12 +3,13 @@
 Nothing here is imported from `torch._dynamo` before it is used, because that import takes a second.
 """
 
+import re
 import sys
 import types
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -25,6 +26,42 @@ def name_of_compiled() -> str:
     if isinstance(owner, nn.Module):
         return type(owner).__name__
     return str(getattr(code, "co_qualname", code.co_name)).replace("<locals>.", "")
+
+
+class TorchCompilation(NamedTuple):
+    """What torch.compile did for a graph.
+
+    Attributes:
+        took_s: Seconds that it took.
+        guard: The guard that no longer held, with the file and line of the user's code; empty for the first graph.
+    """
+
+    took_s: float
+    guard: str
+
+
+def compilation_now() -> str:
+    """Returns torch's id of the compilation that this thread is in."""
+    from torch._guards import CompileContext
+
+    return str(CompileContext.current_compile_id())
+
+
+def compilation(compile_id: str) -> TorchCompilation:
+    """Returns what a compilation took that has ended, and why it was needed. torch keeps the last 64 of them."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    for metrics in reversed(get_compilation_metrics()):
+        if metrics.compile_id == compile_id:
+            return TorchCompilation((metrics.duration_us or 0) / 1e6, _guard_in(metrics.recompile_reason or ""))
+    return TorchCompilation(0.0, "")
+
+
+def _guard_in(reason: str) -> str:
+    """Returns a guard as torch prints it, with its place but without the id before it and the line of code after it."""
+    guard = re.sub(r"^\d+/\d+: ", "", reason.partition("\n")[0]).partition(" # ")[0].strip()
+    places = re.findall(r'File "([^"]+)", line (\d+)', reason)
+    return f"{guard} ({places[-1][0]}:{places[-1][1]})" if places else guard
 
 
 def forward_of_graph(module: fx.GraphModule) -> Callable[..., Any]:

@@ -86,6 +86,8 @@ def _offset(value: float) -> float:
 
 _OF_FIELD: dict[str, Rule] = {
     "Accelerator.utilization": partial(_within, most=1.0),
+    "Capture.reason": partial(clipped, length=300),
+    "TorchCompilation.guard": partial(clipped, length=300),
     "Event.kind": partial(clipped, length=64),
     "Event.text": partial(clipped, length=300),
     # An error that is no number must not look like a small one.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from statistics import median
 from sys import intern
+from typing import NamedTuple
 
 from backhaul_proto.v1 import telemetry_pb2
 
@@ -13,6 +14,8 @@ ROWS = 10_000
 """The largest number of rows of one run."""
 REASONS = 8
 """The largest number of reasons that one row keeps. The least recent ones are dropped first."""
+PROGRAMS = 100
+"""The most programs of one row that are counted."""
 REASONS_IN_ALL = 50
 """The largest number of reasons that an answer lists for all rows together."""
 _SAMPLES = 9  # the number of recent calls that medians are computed from
@@ -39,12 +42,24 @@ class ReasonCount:
     last_at_s: float = 0.0
 
 
+class TextCount(NamedTuple):
+    """How often something was said."""
+
+    text: str
+    times: int
+
+
 @dataclass(slots=True)
 class Row:
     """One segment of a run. The attributes are sums over its calls; medians are those of the last calls.
 
     Attributes:
         why: Calls that got no gradients from a worker, by reason. Later calls that do get them remove nothing.
+        known: Number of calls whose program was known, so that they were not recorded.
+        recorded_because: Calls that were recorded although they were compiled, or should have been, by reason.
+        compilations: How often torch.compile has captured a graph, or made kernels for one.
+        compile_s: Seconds that it took for these.
+        failed_guards: Compilations by the guard that no longer held.
     """
 
     run: str
@@ -62,6 +77,27 @@ class Row:
     retries: int = 0
     samples: "array[float]" = field(default_factory=lambda: array("f"))
     why: dict[str, ReasonCount] = field(default_factory=dict)
+    known: int = 0
+    recorded_because: dict[str, int] = field(default_factory=dict)
+    compilations: int = 0
+    compile_s: float = 0.0
+    failed_guards: dict[str, int] = field(default_factory=dict)
+    _programs: set[int] = field(default_factory=set)
+
+    @property
+    def programs(self) -> int:
+        """Number of different programs that workers got, at most PROGRAMS."""
+        return len(self._programs)
+
+    @property
+    def recorded(self) -> list[TextCount]:
+        """The reasons in `recorded_because`, the most recent last."""
+        return [TextCount(*entry) for entry in self.recorded_because.items()]
+
+    @property
+    def recompiled(self) -> list[TextCount]:
+        """The guards in `failed_guards`, the most recent last."""
+        return [TextCount(*entry) for entry in self.failed_guards.items()]
 
     @property
     def segment(self) -> str:
@@ -115,12 +151,25 @@ class Row:
         self.retries += call.retries
         if self.reason and (call.is_fallback or self.decision in _NOTABLE_DECISIONS):
             self._count_reason(self.reason, call, at_s)
+        self._take_capture(call.capture)
         if len(self.samples) == 4 * _SAMPLES:
             del self.samples[:4]
         remote_s = lanes_s[telemetry_pb2.LANE_RECOMPUTE] + lanes_s[telemetry_pb2.LANE_BACKWARD]
         self.samples.extend(
             (lanes_s[telemetry_pb2.LANE_FORWARD], remote_s, lanes_s[telemetry_pb2.LANE_WAIT], call.overhead_s)
         )
+
+    def _take_capture(self, capture: telemetry_pb2.Capture) -> None:
+        self.known += capture.is_known
+        if capture.program and len(self._programs) < PROGRAMS:
+            self._programs.add(capture.program)
+        if capture.reason:
+            _count(self.recorded_because, capture.reason)
+        for compilation in capture.compilations:
+            self.compilations += 1
+            self.compile_s += compilation.took_s
+            if compilation.guard:
+                _count(self.failed_guards, compilation.guard)
 
     def _count_reason(self, reason: str, call: telemetry_pb2.SegmentCall, at_s: float) -> None:
         why = self.why.pop(reason, None) or ReasonCount(reason, self.decision, call.is_fallback)
@@ -130,6 +179,13 @@ class Row:
         self.why[reason] = why  # moved to the end, so that the first one is the least recent
         if len(self.why) > REASONS:
             del self.why[next(iter(self.why))]
+
+
+def _count(counts: dict[str, int], text: str) -> None:
+    """Counts a text. At most REASONS texts are kept, the most recent ones."""
+    counts[text] = counts.pop(text, 0) + 1
+    if len(counts) > REASONS:
+        del counts[next(iter(counts))]
 
 
 class SegmentTable:

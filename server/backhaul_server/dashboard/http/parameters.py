@@ -1,7 +1,7 @@
 """The query parameters that several routes share."""
 
 import time
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_origin
 
 from fastapi import Depends, HTTPException, Query
 
@@ -54,7 +54,8 @@ Reason = Annotated[
 if TYPE_CHECKING:
     Column = str
 else:
-    Column = Literal[tuple(name for name in SegmentStatus.model_fields if name != "reasons")]
+    _FIELDS = SegmentStatus.model_fields.items()
+    Column = Literal[tuple(name for name, field in _FIELDS if get_origin(field.annotation) is not list)]
 Sort = Annotated[Column, Query(description="The column to sort by", examples=["calls"])]
 Descending = Annotated[bool, Query(description="Largest first", examples=[True])]
 Since = Annotated[

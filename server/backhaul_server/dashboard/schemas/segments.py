@@ -22,6 +22,13 @@ class SegmentReason(Schema):
     last_at_s: float = Field(description="When the last of these calls ended", examples=[1763769540.0])
 
 
+class CountedText(Schema):
+    """How often a trainer reported something."""
+
+    text: str = Field(description="What was reported, in words", examples=["s.scale == 0.5 (train.py:8)"])
+    times: int = Field(description="How often it was reported", examples=[1])
+
+
 class SegmentStatus(Schema):
     """All reported calls of one segment of a run."""
 
@@ -46,6 +53,25 @@ class SegmentStatus(Schema):
     mismatches: fields.Mismatches
     drift: fields.Drift
     retries: fields.Retries
+    known: int = Field(
+        description="Number of calls that were not recorded, because their program was known from an earlier call",
+        examples=[1_040],
+    )
+    programs: int = Field(description="Number of different programs that workers got, at most 100", examples=[1])
+    compilations: int = Field(
+        description="How often torch.compile has captured a graph, or made kernels for one. Equal layers share these, "
+        "which count where they were made",
+        examples=[1],
+    )
+    compile_s: float = Field(description="Seconds that torch.compile took for these", examples=[0.4])
+    recorded: list[CountedText] = Field(
+        description="Why calls were recorded although they were compiled, or should have been; the most recent last, "
+        "at most 8"
+    )
+    recompiled: list[CountedText] = Field(
+        description="Guards that no longer held when torch.compile captured another graph; the most recent last, at "
+        "most 8"
+    )
 
 
 class SegmentList(Schema):

@@ -53,6 +53,13 @@ class Call(Schema):
     micro_batch: int = Field(
         description="Number of its micro-batch in an accumulation block, from 1; 0 outside a block", examples=[3]
     )
+    is_known: bool = Field(
+        description="Whether its program was known from an earlier call, so that it was not recorded", examples=[True]
+    )
+    recorded_because: str = Field(
+        description="Why it was recorded although it was compiled, or should have been; empty for other calls",
+        examples=[""],
+    )
 
 
 class BlockShare(Schema):

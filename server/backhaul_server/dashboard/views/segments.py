@@ -5,7 +5,7 @@ import io
 import time
 from collections.abc import Iterable, Iterator
 
-from backhaul_server.dashboard.collect.segments import ReasonCount, Row
+from backhaul_server.dashboard.collect.segments import ReasonCount, Row, TextCount
 from backhaul_server.dashboard.schemas.segments import SegmentList, SegmentReason, SegmentStatus
 
 _LINES = 500
@@ -50,9 +50,13 @@ def as_csv(rows: Iterable[Row]) -> Iterator[str]:
     yield lines.getvalue()
 
 
+def _counted(entry: ReasonCount | TextCount) -> tuple[str, int]:
+    return (entry.reason, entry.calls) if isinstance(entry, ReasonCount) else entry
+
+
 def _cell(value: object) -> object:
     if isinstance(value, list):
-        return _cell("; ".join(f"{count.calls} x {count.reason}" for count in value))
+        return _cell("; ".join(f"{times} x {text}" for text, times in map(_counted, value)))
     if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")):
         return f"'{value}"
     return value

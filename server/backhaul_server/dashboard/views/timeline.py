@@ -191,7 +191,10 @@ def _add(shown: Timeline, part: Steps, begin_s: float) -> None:
     shown.steps += [_step(part.run.id, step, begin_s, bars[step.number]) for step in part.steps]
     shown.spans += _spans(part, begin_s, place_of)
     calls = [part.calls[call] for call in place_of]
-    shown.calls += [Call.of(call, run=part.run.id, segment=name_of(call)) for call in calls]
+    shown.calls += [
+        Call.of(call, call.capture, run=part.run.id, segment=name_of(call), recorded_because=call.capture.reason)
+        for call in calls
+    ]
 
 
 def _clocks(run: TrainerRun) -> list[TimelineClock]:

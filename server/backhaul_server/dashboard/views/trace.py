@@ -66,6 +66,8 @@ def chrome_trace(steps: Steps, base_ns: int | None = None) -> dict[str, Any]:
                 "step": call.step,
                 "decision": call.decision,
                 "reason": call.reason,
+                "is_known": call.capture.is_known,
+                "recorded_because": call.capture.reason,
                 "worker": call.worker,
                 "up_bytes": call.up_bytes,
                 "down_bytes": call.down_bytes,

@@ -17,6 +17,8 @@ export function showCall(timeline, bar, onClose) {
     Step: call.step,
     Worker: call.worker || "none",
     ...(call.micro_batch ? { "Micro-batch": call.micro_batch } : {}),
+    Program: call.is_known ? "known" : "recorded",
+    ...(call.recorded_because ? { "Recorded because": call.recorded_because } : {}),
     Decision: call.decision || "not recomputed",
     Sent: bytes(call.up_bytes),
     Received: bytes(call.down_bytes),

@@ -26,6 +26,7 @@ const COLUMNS = [
   { title: "Overhead", sort: "overhead_ms", cell: (row) => milliseconds(row.overhead_ms), hint: "Median time of recording, digests and sending on the trainer" },
   { title: "Decision", sort: "decision", isText: true, cell: ({ decision }) => (decision ? element("span", { class: "badge", "data-kind": decision }, decision) : NONE) },
   { title: "Why", sort: "reason", isText: true, className: "wrap", cell: whyOf, hint: "Reason of the last call, and of earlier calls that got no gradients from a worker" },
+  { title: "Program", sort: "known", isText: true, className: "wrap", cell: programOf, hint: "Whether calls were recorded, or their program was known; how many programs there are, and what torch.compile did" },
   { title: "Worker", sort: "worker", isText: true, cell: (row) => row.worker || NONE },
   problems("Fallbacks", "fallbacks", { sort: "fallbacks" }),
   problems("Mismatches", "mismatches", { sort: "mismatches", hint: "Recomputations whose values the trainer rejected" }),
@@ -43,6 +44,16 @@ function whyOf(row) {
     return element("span", { class: "why" }, element("span", one?.is_fallback ? { class: "errors" } : {}, reason), sub(calls));
   });
   return nodes.length ? nodes : NONE;
+}
+
+/** Returns how the programs of a segment were found, and how often each reason for more work was given. */
+function programOf(row) {
+  const recorded = row.calls - row.known;
+  const said = [`${row.known ? `${count(row.known)} known, ` : ""}${count(recorded)} recorded`];
+  if (row.programs > 1) said.push(`${count(row.programs)} programs`);
+  if (row.compilations) said.push(`compiled ${count(row.compilations)}× in ${milliseconds(1e3 * row.compile_s)}`);
+  const listed = (title, list) => list.map(({ text, times }) => element("span", { class: "why" }, `${title}: ${text}`, sub(`${count(times)}×`)));
+  return [element("span", {}, said[0]), sub(said.slice(1).join(", ")), ...listed("recorded", row.recorded), ...listed("compiled again", row.recompiled)];
 }
 
 function query() {
