@@ -2,7 +2,8 @@
 
     python slim.py VENV [--for-compiling]
 
-With --for-compiling what Inductor needs to compile and link stays: headers, and the tables of torch's libraries.
+With --for-compiling what Inductor needs to compile and link stays: setuptools, headers, and the tables of torch's
+libraries.
 Bytecode is kept, because a read-only container cannot write it and would compile torch at every start.
 """
 
@@ -11,9 +12,10 @@ import struct
 import sys
 from pathlib import Path
 
+TOOLS = "tools that install packages"
 HEADERS = "headers and tools to compile against torch and numpy"
 REMOVED = {
-    "tools that install packages": [
+    TOOLS: [
         "setuptools",
         "setuptools-*.dist-info",
         "_distutils_hack",
@@ -55,7 +57,7 @@ def main(venv: Path, *, for_compiling: bool = False) -> None:
     (packages,) = venv.glob("lib/python3*/site-packages")
     before = size_bytes(venv)
     for what, patterns in REMOVED.items():
-        if for_compiling and what is HEADERS:
+        if for_compiling and what in {TOOLS, HEADERS}:
             continue
         paths = [path for pattern in patterns for path in packages.glob(pattern)]
         _report(what, sum(map(size_bytes, paths)))

@@ -1,7 +1,10 @@
 """Blocks with Inductor's kernels have the bits of torch.compile, whoever recomputes them."""
 
 import asyncio
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -152,6 +155,14 @@ def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | Non
         assert not differing(expected[0], results(model(), with_inductor(session), 0))
         (reason,) = session.report().segments[0].reasons
         assert "it compiles no programs (a worker with --compile does)" in reason
+
+
+def test_a_worker_that_cannot_compile_does_not_start() -> None:
+    command = [sys.executable, "-m", "backhaul", "worker", "--compile", "--device", "cpu", "--listen", "127.0.0.1:0"]
+    environment = {**os.environ, "CXX": "no-such-compiler"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode
+    assert "--compile: Inductor can't compile here" in ended.stderr
 
 
 def test_a_gradient_can_be_differentiated_as_far_as_torchs() -> None:

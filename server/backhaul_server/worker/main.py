@@ -21,7 +21,9 @@ from backhaul_runtime.process.addresses import socket_address
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.resources import resident_bytes
 from backhaul_runtime.process.units import size_text
+from backhaul_runtime.program.custom.names import OfferedNames
 from backhaul_runtime.tensors.digest import weighted_sums
+from backhaul_runtime.torch_internals import inductor
 from backhaul_runtime.torch_internals.ambient_settings import max_threads
 from backhaul_runtime.wire.shared_memory import IS_AVAILABLE
 from backhaul_server.worker.allowed import import_allowed
@@ -105,13 +107,29 @@ def _why_exposed(config: WorkerConfig) -> str:
     return ""
 
 
+def _allowed(config: WorkerConfig, device: torch.device) -> OfferedNames:
+    """Returns what programs may name. Raises SettingError for what cannot be imported, and without a compiler."""
+    allowed = replace(import_allowed(config.allow), compiles=config.compiles)
+    if not config.compiles or config.parent:  # the trainer of a worker of its own may never need it
+        return allowed
+    try:
+        inductor.facts(device)
+        return allowed
+    except Exception as error:  # Inductor may raise any type of error
+        first = next(iter(str(error).strip().splitlines()), "")
+        raise SettingError(
+            f"--compile: Inductor can't compile here: {type(error).__name__}: {first}. It needs a C++ compiler such as "
+            "g++, or Triton for a GPU"
+        ) from error
+
+
 async def _serve(config: WorkerConfig, device: torch.device) -> None:
     memory = _memory_bytes(device)
     budget = config.memory_bytes or memory // 2 // config.sharers
     if budget > memory:
         sizes = size_text(budget), size_text(memory)
         logger.warning("--memory %s is more than the device's %s: the operating system may kill the worker.", *sizes)
-    allowed = replace(import_allowed(config.allow), compiles=config.compiles)
+    allowed = _allowed(config, device)
     _warm_up(device)
     keep_freed_memory(budget)
     _limit_memory(device, budget)
