@@ -10,17 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  torch's own name for it
 
+import backhaul
 from backhaul import Session
 from backhaul._backend import backend
 from backhaul._forward import known_uses
 from backhaul._forward.known_uses import OTHER_CASTS
 from backhaul_runtime.torch_internals.autocast_cache import STALE_CAST, cached_casts
+from conftest import QUIET
 from semantics.test_autocast import CASES, Case, a_cast_made_inside_for_others, a_loop_of_tied_layers, autocast
 from support.bits import Checkpoint, differing, plainly
 from support.calls import WIDTH, same, seed
 from support.compiled import MARKS, own
 from support.devices import DEVICE
 from support.loopback import Loopback
+from support.processes import WorkerProcess
 
 pytestmark = MARKS
 
@@ -227,7 +230,7 @@ def test_a_weight_that_changes_within_a_region_keeps_its_activations(session: Se
     assert segment.known == 2
 
 
-def test_a_block_that_trains_on_a_worker(session: Session) -> None:
+def test_blocks_that_train_on_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     """In blocks of accumulation, too, where workers add up gradients."""
 
     def train(checkpoint: Checkpoint, accumulate: Callable[[], AbstractContextManager[Any]]) -> list[Tensor | None]:
@@ -245,11 +248,11 @@ def test_a_block_that_trains_on_a_worker(session: Session) -> None:
             results += [parameter.grad for parameter in block.parameters()]
         return [None if one is None else one.clone() for one in results]
 
-    checkpoint = functools.partial(session.checkpoint, graphs="eager")
     expected = train(plainly, nullcontext)
-    assert not differing(train(checkpoint, nullcontext), expected)
-    assert not differing(train(checkpoint, session.accumulate), expected)
-    report = session.report()
+    with backhaul.connect(f"{worker.address},{own_worker.address}", graphs="eager", settings=QUIET) as session:
+        assert not differing(train(session.checkpoint, nullcontext), expected)
+        assert not differing(train(session.checkpoint, session.accumulate), expected)
+        report = session.report()
     assert sum(segment.known for segment in report.segments) >= 40
     assert report.fallbacks == 0
 

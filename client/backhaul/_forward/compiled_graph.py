@@ -65,13 +65,11 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
         Refusal: Calls of this kind keep their activations, for this reason.
     """
     began = perf_counter()
-    restore, undo, before = restoring(generators_in_use()), undoing_writes(inputs), nesting.active
+    restore, before = restoring(generators_in_use()), nesting.active
     nesting.active = True
     try:
         with torch.enable_grad():
-            recorder = Recorder([], allowed_ops(), lambda tensor, *_: tensor.detach())
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
-                returned = list(graph.run(inputs))
+            recorder, returned = _recorded(graph, inputs)
             outputs = _outputs(recorder, returned, inputs)
             known = _known(recorder, outputs, kind, inputs, graph.values_read)
             sources = [inputs[position] for position in known.inputs]
@@ -80,9 +78,17 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     finally:
         nesting.active = before
         restore()
-        undo()
     logger.info("Inductor has compiled %s in %.1f s.", graph.name, perf_counter() - began)
     return segment
+
+
+def _recorded(graph: CapturedGraph, inputs: Sequence[Any]) -> tuple[Recorder, list[Any]]:
+    recorder, undo = Recorder([], allowed_ops(), lambda tensor, *_: tensor.detach()), undoing_writes(inputs)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
+            return recorder, list(graph.run(inputs))
+    finally:
+        undo()
 
 
 def _outputs(recorder: Recorder, returned: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:
