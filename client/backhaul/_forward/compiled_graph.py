@@ -1,7 +1,7 @@
 """Learns what calls of a captured graph are when Inductor compiles their program. See NOTE [Compiled programs]."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -19,12 +19,12 @@ from backhaul._forward.captured_graph import (
     KnownSegment,
     pattern_of,
     tensors_of,
-    undoing_writes,
 )
 from backhaul._forward.graph_cut import GraphUses, share_storage, why_not_cut
 from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
+from backhaul_runtime.program.op_rules import rules
 from backhaul_runtime.program.program import Compilation
 from backhaul_runtime.record.known_program import KnownProgram, KnownSave, known_program
 from backhaul_runtime.record.recorder import Recorder
@@ -41,7 +41,7 @@ from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
 from backhaul_runtime.torch_internals.graph_uses import find_stages, find_uses
 from backhaul_runtime.torch_internals.inductor import facts
-from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, next_sequence_number
+from backhaul_runtime.torch_internals.private import DisableTorchFunctionAndModes, OpOverload, next_sequence_number
 from backhaul_runtime.torch_internals.storages import storage_key
 
 logger = logging.getLogger("backhaul")
@@ -54,7 +54,7 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     """Compiles the program of a call that begins now. Returns the segment of its kind.
 
     Runs the graph once to record its ops, and the compiled program once to see what autograd saves. Both runs leave
-    nothing behind: generators and inputs are as they were.
+    nothing behind: they write to no tensor from outside, and generators are as they were.
 
     Args:
         graph: The graph that the call runs.
@@ -69,7 +69,9 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     nesting.active = True
     try:
         with torch.enable_grad():
-            recorder, returned = _recorded(graph, inputs)
+            recorder = _ReadingRecorder([], allowed_ops(), lambda tensor, *_: tensor.detach())
+            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
+                returned = list(graph.run(inputs))
             outputs = _outputs(recorder, returned, inputs)
             known = _known(recorder, outputs, kind, inputs, graph.values_read)
             sources = [inputs[position] for position in known.inputs]
@@ -82,13 +84,20 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     return segment
 
 
-def _recorded(graph: CapturedGraph, inputs: Sequence[Any]) -> tuple[Recorder, list[Any]]:
-    recorder, undo = Recorder([], allowed_ops(), lambda tensor, *_: tensor.detach()), undoing_writes(inputs)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
-            return recorder, list(graph.run(inputs))
-    finally:
-        undo()
+class _ReadingRecorder(Recorder):
+    """A recorder of a run that is repeated. Raises Refusal before an op that writes, because it would write twice."""
+
+    def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As `Recorder.around`, for an op of the list that writes to none of its arguments."""
+        if rules(op).written:
+            raise Refusal(f"{op} writes to memory")
+        if rules(op).leaves_traces and str(op) not in allowed_ops():
+            raise Refusal(f"{op} is no op of torch's own")
+        return super().around(op, args, kwargs)
+
+    def around_function(self, function: type, args: tuple[Any, ...], run: Callable[[], Any]) -> Any:
+        """Raises Refusal."""
+        raise Refusal("it runs custom functions")
 
 
 def _outputs(recorder: Recorder, returned: Sequence[Any], inputs: Sequence[Any]) -> list[Tensor]:

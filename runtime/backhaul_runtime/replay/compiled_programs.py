@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.op_rules import rules
+from backhaul_runtime.program.op_rules import ABSOLUTE, rules
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.program.unsafe_arguments import checks_values
@@ -57,6 +57,8 @@ def why_not_compiled(program: Program) -> str:
             return f"{node.op} saves memory that it does not write"
         if checks_values(node.op) or node.op.split(".")[1] in _DIVIDING:
             return f"a worker has to check the values that {node.op} takes"
+        if node.op in ABSOLUTE:
+            return f"{node.op} takes an offset from the start of a storage"  # compiled code does not check it
         if node.fresh_casts or node.given:
             return f"{node.op} needs what happened before it"
         if any(isinstance(part, (GeneratorRef, Composite)) for part in _parts(node)):

@@ -1,0 +1,56 @@
+"""What does not become a compiled program. Nothing here compiles, so no C++ compiler is needed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backhaul._forward.captured_graph import CallKind, CapturedGraph
+from backhaul._forward.compiled_graph import compiled_segment
+from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.program import Node, ResultRef, SourceRef
+from backhaul_runtime.replay.compiled_programs import why_not_compiled
+from support.bits import seed_generators
+from support.hostile import of_nodes
+
+
+def _batch_norm(x: Tensor, state: Tensor) -> Tensor:
+    return functional.batch_norm(x.sin(), state, torch.ones(4), training=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, state: x * state.add_(1),
+        lambda x, state: x * state[:2].zero_().sum(),
+        lambda x, state: x * state.copy_(torch.rand(4)),
+        _batch_norm,
+    ],
+)
+def test_what_writes_has_written_nothing_when_it_is_refused(function: Callable[..., Any]) -> None:
+    # The call itself runs afterwards, and must find its inputs as they were.
+    x, state = torch.randn(3, 4, requires_grad=True) * 1, torch.ones(4)
+    graph = CapturedGraph(lambda *inputs: (function(*inputs),), "function", (0, 1), {})
+    kind = graph.kind_of([x, state])
+    assert isinstance(kind, CallKind)
+    seed_generators(0)
+    expected = torch.rand(1)
+    seed_generators(0)
+
+    with pytest.raises(Refusal, match="writes to memory"):
+        compiled_segment(graph, kind, [x, state])
+
+    assert torch.equal(state, torch.ones(4))
+    assert state._version == 0
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("op", ["as_strided", "as_strided_copy"])
+def test_no_op_reaches_beyond_its_memory(op: str) -> None:
+    # Compiled code takes the sizes and strides as they are, so a worker would send what lies next to the tensor.
+    sine = Node("aten.sin.default", (SourceRef(0),), (), 0, (16,), draws=False)
+    beyond = Node(f"aten.{op}.default", (ResultRef(0, 0), (1000,), (1,), 0), (), 0, (4000,), draws=False)
+    assert "offset from the start of a storage" in why_not_compiled(of_nodes(sine, beyond))
