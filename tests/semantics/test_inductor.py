@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
+import torch._inductor.config
 from torch import Tensor, nn
 
 import backhaul
@@ -191,6 +193,21 @@ def test_what_no_compiled_program_expresses_keeps_its_activations() -> None:
     (segment,) = loopback.report().segments
     (reason,) = segment.kept
     assert "it returns a tensor without gradient" in reason
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: torch._inductor.config.patch(emulate_precision_casts=True),
+        lambda: torch._inductor.config.patch(post_grad_custom_pre_pass=lambda graph: None),
+        lambda: torch._functorch.config.patch(activation_memory_budget=0.5),
+    ],
+)
+def test_the_facts_tell_the_settings_of_the_moment(changed: Callable[[], Any]) -> None:
+    before = inductor.facts(CPU)
+    with changed():
+        assert inductor.facts(CPU) != before
+    assert inductor.facts(CPU) == before
 
 
 def sine() -> Program:

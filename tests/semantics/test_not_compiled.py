@@ -12,7 +12,7 @@ from backhaul._forward.captured_graph import CallKind, CapturedGraph
 from backhaul._forward.compiled_graph import compiled_segment
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Node, ResultRef, SourceRef
-from backhaul_runtime.replay.compiled_programs import why_not_compiled
+from backhaul_runtime.replay.compiled_programs import why_not_compiled, why_not_for_others
 from support.bits import seed_generators
 from support.hostile import of_nodes
 
@@ -25,6 +25,7 @@ def _batch_norm(x: Tensor, state: Tensor) -> Tensor:
     "function",
     [
         lambda x, state: x * state.add_(1),
+        lambda x, state: x.mul_(2) * state,
         lambda x, state: x * state[:2].zero_().sum(),
         lambda x, state: x * state.copy_(torch.rand(4)),
         _batch_norm,
@@ -34,7 +35,7 @@ def test_what_writes_has_written_nothing_when_it_is_refused(function: Callable[.
     # The call itself runs afterwards, and must find its inputs as they were.
     x, state = torch.randn(3, 4, requires_grad=True) * 1, torch.ones(4)
     graph = CapturedGraph(lambda *inputs: (function(*inputs),), "function", (0, 1), {})
-    kind = graph.kind_of([x, state])
+    kind, history = graph.kind_of([x, state]), x.grad_fn
     assert isinstance(kind, CallKind)
     seed_generators(0)
     expected = torch.rand(1)
@@ -44,7 +45,7 @@ def test_what_writes_has_written_nothing_when_it_is_refused(function: Callable[.
         compiled_segment(graph, kind, [x, state])
 
     assert torch.equal(state, torch.ones(4))
-    assert state._version == 0
+    assert x.grad_fn is history
     assert torch.equal(torch.rand(1), expected)
 
 
@@ -54,3 +55,10 @@ def test_no_op_reaches_beyond_its_memory(op: str) -> None:
     sine = Node("aten.sin.default", (SourceRef(0),), (), 0, (16,), draws=False)
     beyond = Node(f"aten.{op}.default", (ResultRef(0, 0), (1000,), (1,), 0), (), 0, (4000,), draws=False)
     assert "offset from the start of a storage" in why_not_compiled(of_nodes(sine, beyond))
+
+
+@pytest.mark.parametrize("op", ["embedding.default", "gather.default", "cross_entropy_loss.default"])
+def test_only_the_trainers_own_worker_compiles_what_takes_indices(op: str) -> None:
+    indexing = of_nodes(Node(f"aten.{op}", (SourceRef(0), SourceRef(1)), (), 0, (16,), draws=False), sources=2)
+    assert "would end the worker" in why_not_for_others(indexing)
+    assert not why_not_compiled(indexing)

@@ -84,7 +84,7 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
     return segment
 
 
-class _ReadingRecorder(Recorder):
+class _ReadingRecorder(Recorder):  # type: ignore[no-untyped-call]
     """A recorder of a run that is repeated. Raises Refusal before an op that writes, because it would write twice."""
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,7 +6,7 @@ NOTE [Compiled programs]
    fingerprint shows, they have the same kernels.
 2. What is compiled is built from a program that has passed all checks: ops of the list, numbers and layouts.
 3. Between its ops no value can be checked. So a program is refused if an op takes values that a worker has to check,
-   or divides integers, which traps.
+   or divides integers, which traps. A worker that its trainer has not started itself refuses indices too.
 4. AOTAutograd's graphs have no second derivative, so a backward that is differentiated itself raises torch's error, as
    that of the compiled block does.
 5. All random numbers follow from the generator's state before the first draw. They are Inductor's, not those that the
@@ -39,6 +39,12 @@ CompiledFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DIVIDING = ("floor_divide", "remainder", "fmod", "gcd", "lcm")
+_INDEXING = (
+    *("embedding", "embedding_bag", "gather", "index", "index_add", "index_copy", "index_fill", "index_put"),
+    *("index_reduce", "index_select", "masked_scatter", "max_unpool2d", "max_unpool3d", "multi_margin_loss"),
+    *("multilabel_margin_loss", "nll_loss_nd", "cross_entropy_loss", "ctc_loss", "one_hot", "put"),
+    *("repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "take", "take_along_dim"),
+)
 
 
 def why_not_compiled(program: Program) -> str:
@@ -68,15 +74,21 @@ def why_not_compiled(program: Program) -> str:
     return ""
 
 
-def compile_program(
-    program: Program, device: torch.device, *, compiles_backward: bool = False, directory: str = ""
-) -> CompiledFunction:
-    """Compiles a program for sources of its layouts. Takes seconds to minutes. Changes no values.
+def why_not_for_others(program: Program) -> str:
+    """Returns why a worker with several trainers must not compile a program; empty if it may.
+
+    Compiled code checks each index, but a thread of OpenMP that finds one out of range can only end the process.
+    """
+    op = next((node.op for node in program.nodes if node.op.split(".")[1] in _INDEXING), "")
+    return f"an index out of range in {op} would end the worker, which other trainers may use" if op else ""
+
+
+def compile_program(program: Program, device: torch.device, *, directory: str = "") -> CompiledFunction:
+    """Compiles a program and its backward, for sources of its layouts. Takes seconds to minutes. Changes no values.
 
     Args:
         program: A program with a `compilation`.
         device: The device of those sources that are on no CPU.
-        compiles_backward: Whether to compile the backward now, and not when it first runs.
         directory: Where Inductor finds and keeps what it has made; empty for its own place.
 
     Raises:
@@ -96,7 +108,7 @@ def compile_program(
                 for layout in program.compilation.layouts
             ]
             graph = _graph(program)
-            return compile_graph(graph, sources, needs, compiles_backward=compiles_backward, directory=directory)
+            return compile_graph(graph, sources, needs, directory=directory)
     except Exception as error:  # Inductor may raise any type of error
         first = next(iter(str(error).strip().splitlines()), "")
         raise ReplayError(f"Inductor could not compile the program: {type(error).__name__}: {first}") from error

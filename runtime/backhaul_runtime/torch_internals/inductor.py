@@ -23,10 +23,25 @@ _SETTINGS = {
 }
 """The settings of Inductor for programs."""
 
+_AOT_SETTINGS = {
+    "donated_buffer": False,  # answers may still be sent from saved tensors, so a backward must not reuse their memory
+    "force_non_lazy_backward_lowering": True,  # else the backward is compiled under the settings of its first run
+}
+"""The settings of AOTAutograd, which makes Inductor's forward and backward graphs."""
+
+_PASSES = (
+    *("pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass"),
+    *("post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
+)
+"""Settings that hold functions which change graphs. Inductor leaves them out where it lists its settings."""
+
 _DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
 
 _NO_PART_OF_KERNELS = ("compile_threads", "worker_start_method", "worker_log_path", "cache", "debug", "verbose")
 """What the names of settings begin with that do not change kernels."""
+
+_NO_PART_OF_GRAPHS = ("cache", "debug")
+"""Parts of the names of AOTAutograd's settings that do not change graphs."""
 
 
 def compile_graph(
@@ -34,16 +49,14 @@ def compile_graph(
     inputs: Sequence[tuple[torch.device, torch.dtype, Sequence[int], Sequence[int]]],
     requires_grad: Sequence[bool],
     *,
-    compiles_backward: bool,
     directory: str,
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """Compiles a graph, which it takes over, under the present settings of torch.
+    """Compiles a graph, which it takes over, and its backward, under the present settings of torch.
 
     Args:
         graph: Calls ops of ATen.
         inputs: Device, dtype, sizes and strides of each input.
         requires_grad: Whether each input takes a gradient.
-        compiles_backward: Whether to compile the backward now, and not when it first runs.
         directory: Where Inductor finds and keeps what it has made; empty for its own place.
     """
     from torch._functorch import config
@@ -61,9 +74,8 @@ def compile_graph(
         _cached_in(directory),
         torch.enable_grad(),
         torch._guards.tracing(context),
-        # A backward must not reuse the memory of saved tensors, which answers may still be sent from. The tag keeps
-        # other graphs out, because the keys of Inductor's files do not show whether they reuse it.
-        _patch(config, force_non_lazy_backward_lowering=compiles_backward, donated_buffer=False),
+        _patch(config, **_AOT_SETTINGS),
+        # Keeps other graphs out, because the keys of Inductor's files do not show whether these reuse saved memory.
         _patch(torch.compiler.config, cache_key_tag="backhaul"),
     ):
         compiled: Any = compile_fx(graph, examples, config_patches=dict(_SETTINGS))
@@ -110,25 +122,29 @@ def is_symbolic(tensor: Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
-@cache
 def facts(device: torch.device) -> dict[str, str]:
-    """Returns what the kernels depend on that Inductor makes, beside the device and torch itself.
+    """Returns what the kernels depend on that Inductor would make now, beside the device and torch itself.
 
     Raises:
         Exception: There is no compiler.
     """
+    from torch._functorch import config as aot
     from torch._inductor import config, cpu_vec_isa
 
-    with config.patch(_SETTINGS):
-        settings = config.save_config_portable()
-    names = sorted(name for name in settings if not name.rpartition(".")[2].startswith(_NO_PART_OF_KERNELS))
-    text = repr([(name, settings[name]) for name in names])
-    made = {"inductor": hashlib.sha256(text.encode()).hexdigest()[:16]}
+    with _patch(config, **_SETTINGS), _patch(aot, **_AOT_SETTINGS):
+        settings = config.save_config_portable() | {name: getattr(config, name, None) for name in _PASSES}
+        graphs = aot.save_config_portable()
+    chosen = [
+        *((name, settings[name]) for name in settings if not name.rpartition(".")[2].startswith(_NO_PART_OF_KERNELS)),
+        *((name, graphs[name]) for name in graphs if not any(part in name for part in _NO_PART_OF_GRAPHS)),
+    ]
+    made = {"inductor": hashlib.sha256(repr(sorted(chosen, key=repr)).encode()).hexdigest()[:16]}
     if device.type == "cpu":
         return made | {"compiler": _compiler(), "vectors": str(cpu_vec_isa.pick_vec_isa())}
     return made | {"triton": version("triton")}
 
 
+@cache
 def _compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 

@@ -27,7 +27,7 @@ def main() -> int:
     device = torch.device(device_name)
     try:
         program = decode_program(sys.stdin.buffer.read(), device)
-        compile_program(program, device, compiles_backward=True, directory=directory)
+        compile_program(program, device, directory=directory)
     except BackhaulError as error:
         sys.stdout.write(error.message.splitlines()[0])
         return 1

@@ -28,7 +28,7 @@ import torch
 
 from backhaul_runtime.errors import CompilingError, ProgramError
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.replay.compiled_programs import compile_program, functions, why_not_compiled
+from backhaul_runtime.replay.compiled_programs import compile_program, functions, why_not_compiled, why_not_for_others
 from backhaul_runtime.torch_internals import inductor
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.limits import COMPILATIONS
@@ -102,7 +102,10 @@ class Compiler:
             LimitError: Too many programs of this credential wait for that.
             ProgramError: It cannot be compiled, or was compiled with something else on the trainer.
         """
-        if reason := why_not_compiled(program):
+        reason = why_not_compiled(program)
+        if not self._is_trainers_own:
+            reason = reason or why_not_for_others(program)
+        if reason:
             raise ProgramError(f"the program cannot run compiled: {reason}")
         present = self._compilations.get((account.name, address))
         if present is None:
@@ -120,9 +123,7 @@ class Compiler:
                 expected_s=max(0.0, self._expected_s - took_s),
             )
         directory = self._directory_of(account)
-        functions.note(
-            program, partial(compile_program, device=self._device, compiles_backward=True, directory=directory)
-        )
+        functions.note(program, partial(compile_program, device=self._device, directory=directory))
 
     def _of(self, account: Account) -> dict[tuple[str, bytes], _Compilation]:
         return {key: one for key, one in self._compilations.items() if key[0] == account.name}
