@@ -38,25 +38,20 @@ def test_the_trainer_trains_as_without_backhaul(
     assert share >= documented_share("torchtitan `llama3_debugmodel`")
 
 
-def test_a_compiled_model_is_an_error_before_anything_is_built(on_cpu: ModuleType) -> None:
-    from backhaul.integrations.torchtitan import BackhaulAC, enable
-
-    config = on_cpu.random_llama3()
-    config.compile.enable = True
-    with pytest.raises(ValueError, match=r"Set compile\.enable=False"):
-        enable(config)
-    assert not isinstance(config.activation_checkpoint, BackhaulAC.Config)
-
-
-def test_compiling_a_block_is_an_error(on_cpu: ModuleType, worker: WorkerProcess) -> None:
+def test_compiled_blocks_are_segments(on_cpu: ModuleType, worker: WorkerProcess) -> None:
     from backhaul.integrations.torchtitan import BackhaulAC
+    from support.compiled import WIDTH, Block
 
-    model = with_layers(torch.nn.Linear(4, 4))
+    model = with_layers(Block())
     policy = BackhaulAC.Config(worker=worker.address).build()
     with policy.session:
         policy.apply(model)
-        with pytest.raises(ValueError, match=r"Set compile\.enable=False"):
-            model.layers["0"].compile(fullgraph=True)
+        model.layers["0"].compile(backend="backhaul", fullgraph=True)
+        for _ in range(2):
+            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
+        report = policy.session.report()
+    assert report.remote == 2
+    assert sum(segment.known for segment in report.segments) == 1
 
 
 def test_parts_of_a_pipeline_share_a_session(on_cpu: ModuleType, worker: WorkerProcess) -> None:

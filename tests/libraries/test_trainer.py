@@ -216,6 +216,21 @@ def test_arguments_of_the_trainer(worker: WorkerProcess, tmp_path: Path, setting
     compared(worker, tmp_path, fewest_steps=2, **settings)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_layers_are_compiled_segments(worker: WorkerProcess, tmp_path: Path) -> None:
+    _, callback = compared(worker, tmp_path, callback={"graphs": "eager"}, gradient_accumulation_steps=2)
+    (layer,) = [segment for segment in callback.report().segments if segment.calls]
+    assert layer.known > layer.calls / 2
+    assert layer.compilations
+
+
+def test_a_trainer_that_compiles_the_whole_model_is_refused(worker: WorkerProcess, tmp_path: Path) -> None:
+    callback = BackhaulCallback(worker.address, settings=QUIET)
+    with pytest.raises(ValueError, match=r"torch_compile=False.*graphs=.eager"):
+        trainer_of(tmp_path, [callback], torch_compile=True).train()
+    assert callback.session is None
+
+
 class _FailsOnce(Spy):
     has_failed = False
 

@@ -39,6 +39,19 @@ class SegmentModule(CheckpointWrapper):
             return run_layer(self.checkpoint_fn, inside_of(self), args, kwargs)
         return group.call(self.__dict__["_position"], args, kwargs)
 
+    def compile(self, *args: Any, backend: Any = "inductor", **options: Any) -> None:
+        """Compiles the wrapped module, as `nn.Module.compile` does, so that its graphs are segments.
+
+        Args:
+            *args: Further arguments of torch.compile.
+            backend: The backend. "inductor" without options or a mode stands for `backend="backhaul"` with Inductor's
+                kernels, which workers compile too. Code of other backends than "backhaul" runs on the trainer only.
+            **options: Further arguments of torch.compile.
+        """
+        if backend == "inductor" and not options.keys() & {"options", "mode"}:
+            backend, options["options"] = "backhaul", {"kernels": "inductor"}
+        inside_of(self).compile(*args, backend=backend, **options)
+
     def join(self, group: LayerGroup, position: int) -> None:
         """Makes this module a part of a segment of several layers."""
         self.__dict__.update(_group=group, _position=position)

@@ -16,10 +16,6 @@ from backhaul._session import Session
 from backhaul._torch_api.wrap import SegmentModule
 from backhaul.integrations._first_pass import FirstPass, IfNothingTravels
 
-_COMPILED = (
-    "compile.enable compiles every transformer block, and workers cannot recompute compiled code. Set "
-    "compile.enable=False, or take 'model' out of compile.components"
-)
 _TODO = "its forward called none of its transformer blocks."
 _sessions: dict[str, Session] = {}
 """Sessions by their settings. With pipelining, a policy is built for each part of the model: all share one session."""
@@ -44,12 +40,7 @@ def enable(
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
         **arguments: Further arguments of `backhaul.connect`.
-
-    Raises:
-        ValueError: The configuration compiles the model.
     """
-    if config.compile.enable and "model" in config.compile.components:
-        raise ValueError(_COMPILED)
     config.activation_checkpoint = BackhaulAC.Config(
         worker=worker, if_nothing_travels=if_nothing_travels, arguments=arguments
     )
@@ -169,10 +160,6 @@ class BackhaulAC(ActivationCheckpointing):  # type: ignore[misc]
 
 class _Block(SegmentModule):
     """A transformer block that is a segment."""
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raises ValueError: compiled code cannot be recomputed by a worker, so nothing of the model would travel."""
-        raise ValueError(_COMPILED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block as a segment. Raises RuntimeError while a CUDA graph is captured."""

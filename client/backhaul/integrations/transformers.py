@@ -77,7 +77,16 @@ class BackhaulCallback(TrainerCallback):
 
     @contextmanager
     def training(self, trainer: Trainer) -> Iterator[None]:
-        """Surrounds a call of `Trainer.train`. Whatever ends it, nothing of the callback stays on the trainer."""
+        """Surrounds a call of `Trainer.train`. Whatever ends it, nothing of the callback stays on the trainer.
+
+        Raises:
+            ValueError: The Trainer compiles the whole model.
+        """
+        if trainer.args.torch_compile:
+            raise ValueError(
+                "torch_compile=True compiles the whole model with the checkpoints inside, so that none is a segment. "
+                'Set torch_compile=False, and let Backhaul compile the layers: BackhaulCallback(..., graphs="eager")'
+            )
         if self._trainer is not None:
             raise RuntimeError("this BackhaulCallback is in a training already: give each Trainer one of its own")
         if not self._is_given:
