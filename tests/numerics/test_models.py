@@ -99,6 +99,28 @@ def test_model_with_graphs(name: str, autocast: bool, worker: WorkerProcess) -> 
         assert sum(segment.known for segment in report.segments) == calls - 3 * family.kinds
 
 
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", ["Llama", "GPT-2", "BERT, bf16 autocast", "ViT"])
+def test_model_with_inductors_kernels(name: str) -> None:
+    family = FAMILIES[name]
+
+    def compile_layers(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, classes(model, family)):
+                module.compile()
+
+    expected = one_step(family, compile_layers, 2)
+    with backhaul.connect(graphs="inductor", settings=quiet()) as session:
+        ours = one_step(family, lambda model: session.wrap(model, classes(model, family)), 2)
+        report = session.report()
+    assert differing(ours, expected) == []
+    assert sum(segment.known for segment in report.segments) == 2 * sum(family.segments.values())
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dropout_is_on_where_a_model_has_it(name: str) -> None:
     family = FAMILIES[name]
