@@ -13,8 +13,7 @@ from backhaul._forward import captured_graph, known_call
 from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime import errors
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.record.known_program import CHANGED, KnownCall, KnownSaves
-from backhaul_runtime.tensors.deferred_digest import Digest
+from backhaul_runtime.record.known_program import CHANGED, KnownCall
 from support.bits import differing, plainly, seed_generators
 from support.compiled import MARKS, WIDTH, block_like, inputs, own, reported, step
 from support.loopback import Loopback
@@ -88,19 +87,20 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
 
 
 def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    own_add = KnownSaves.add
+    own_note = KnownCall.note_saved
     for stop in range(24):  # also in the middle of what one op saves
         remote, block, x = Loopback(), block_like(), inputs()
         for _ in range(2):
             step(own(remote), block, x)
 
-        def add(saves: KnownSaves, content: Digest, offset: int, stop: int = stop) -> None:
-            if len(saves) == stop:
+        def note_saved(call: KnownCall, tensor: Tensor, stop: int = stop) -> int:
+            position = own_note(call, tensor)
+            if position == stop:
                 raise InjectedError("injected")
-            own_add(saves, content, offset)
+            return position
 
         with monkeypatch.context() as patch:
-            patch.setattr(KnownSaves, "add", add)
+            patch.setattr(KnownCall, "note_saved", note_saved)
             assert not differing(step(plainly, block, x, 1), step(own(remote), block, x, 1)), stop
 
 

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -338,7 +337,7 @@ def test_what_an_accelerator_has_yet_to_compute_is_sent_once_it_has(monkeypatch:
     cuda.trainer.begin()
     save = save_of(tensor)
     save.made = device_moments([tensor])
-    save.sources = [replace(save.sources[0], address=b"")]  # of what is there when it is sent
+    save.sources = [save.sources[0]._replace(address=b"")]  # of what is there when it is sent
     with uploading(connection) as uploader:
         uploader.save(save)
         wait_until(lambda: "DIGESTS waits for trainer" in cuda.log, "the thread that sends waits")

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._backward.lineage import Input, Leaf, Lineage, Op, Output, Recipe, ends_of
 from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.torch_internals.graph_uses import name_of
-from backhaul_runtime.torch_internals.private import saved_alpha, saved_other, version_of
+from backhaul_runtime.torch_internals.private import edge_of, saved_alpha, saved_other, version_of
 
 _MOST_NODES = 16
 _LEAF = "AccumulateGrad"
@@ -53,7 +53,7 @@ class _Mark:
 def mark_returned(lineage: Lineage, outputs: Sequence[Tensor]) -> None:
     """Marks the nodes of a segment's outputs, by position among the outputs of its program."""
     for position, output in enumerate(outputs):
-        _mark(get_gradient_edge(output), Output, lineage, position, output)
+        _mark(edge_of(output), Output, lineage, position, output)
 
 
 def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]) -> None:

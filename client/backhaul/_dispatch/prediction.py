@@ -107,10 +107,6 @@ class _Seen(NamedTuple):
         """Whether both are captured at the same place and have different contents."""
         return self.place == other.place is not None and read(self.address) != read(other.address)
 
-    def has_unseen_write(self, other: "_Seen") -> bool:
-        """Whether both are captured at the same place, with different contents but an equal version counter."""
-        return self.is_newer(other) and self.version == other.version
-
 
 @dataclass(slots=True)
 class CallSite:
@@ -202,11 +198,13 @@ class CallSite:
         return place_of(fn, tensor)
 
     def _superseded(self, before: Sequence[_Seen], now: Sequence[_Seen], is_steady: bool) -> list[bytes]:
-        if is_steady and any(map(_Seen.has_unseen_write, now, before)):
+        changed = [(new, old) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
+        if not changed:
+            return []
+        if is_steady and any(new.version == old.version for new, old in changed):
             self._trusts_versions = False  # fused optimizers write without changing the counter
         named = {read(source.address) for source in now}
-        changed = [read(old.address) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
-        return [address for address in changed if address not in named]
+        return [address for _, old in changed if (address := read(old.address)) not in named]
 
     def predict(self, arguments: Sequence[Tensor], make_copy: MakeCopy, fn: Callable[..., Any]) -> "Predicted | None":
         """Predicts the call that begins now. Returns None if nothing is known.

@@ -10,7 +10,7 @@ NOTE [Roster]
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import overload
 
@@ -67,6 +67,9 @@ class Roster(Sequence[WorkerHandle]):
 
     def __getitem__(self, index: int | slice) -> WorkerHandle | Sequence[WorkerHandle]:
         return self._handles[index]
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return iter(self._handles)
 
     def __len__(self) -> int:
         return len(self._handles)

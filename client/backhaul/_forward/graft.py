@@ -6,7 +6,8 @@ NOTE [Graft]
 2. Behind the graft is a stand-in for each interior node that used a source or a cast. It passes on the contributions of
    that node and has its sequence number, so autograd runs it when it would have run the node. Thus parameters get their
    gradients in the same order as without checkpointing, and contributions to one tensor are added in that order too
-   (see `backhaul_runtime.torch_internals.graph_uses`).
+   (see `backhaul_runtime.torch_internals.graph_uses`). All uses of a boundary share one stand-in, which hands their
+   contributions on in that order: nothing outside the segment adds to the boundary's gradient in between.
 3. With at most one parameter and without autocast there is no order to preserve, and one stand-in passes on everything.
    Under autocast the call may have made a cast that other code uses later.
 4. Only autograd holds the frame, as the packed form of a saved tensor, and backward gets it by unpacking that. So the

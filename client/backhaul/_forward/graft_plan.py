@@ -1,6 +1,6 @@
 """Decides which nodes replace the graph of a segment, before they are made. See NOTE [Graft]."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,10 +10,10 @@ from backhaul_runtime.torch_internals.graph_uses import BackwardStage, Use
 
 
 class StandIn(NamedTuple):
-    """A node that passes contributions on in the place of an interior node.
+    """A node that passes contributions on in the place of interior nodes.
 
     Attributes:
-        sequence: The sequence number of the interior node; None if the order does not matter.
+        sequence: The sequence number of the last one that backward reaches; None if the order does not matter.
         numbers: The number of the tensor that each contribution belongs to.
         positions: The position of each contribution among those of its graft.
     """
@@ -56,19 +56,26 @@ def graft_plan(
         mine = [all_uses[index] for index in ways]
         ordered = {number for number, _ in mine if number < len(used) and _shows_order(used[number])}
         is_visible = len(ordered) > 1 or len(stages) > 1
-        plan.append(GraftStage(stage.outputs, ways, _stand_ins(mine, in_order=in_order or is_visible)))
+        boundaries = {number for number, _ in mine if number < len(used) and not used[number].is_leaf}
+        stand_ins = _in_order(mine, boundaries) if in_order or is_visible else _in_one(mine)
+        plan.append(GraftStage(stage.outputs, ways, stand_ins))
     return plan
 
 
-def _stand_ins(mine: Sequence[tuple[int, Use]], *, in_order: bool) -> tuple[StandIn, ...]:
-    """Returns a stand-in for each node that used a tensor, or one for all of them (Rules 2 and 3)."""
-    if not in_order:
-        return (StandIn(None, tuple(number for number, _ in mine), tuple(range(len(mine)))),) if mine else ()
+def _in_one(mine: Sequence[tuple[int, Use]]) -> tuple[StandIn, ...]:
+    return (StandIn(None, tuple(number for number, _ in mine), tuple(range(len(mine)))),) if mine else ()
+
+
+def _in_order(mine: Sequence[tuple[int, Use]], boundaries: Set[int]) -> tuple[StandIn, ...]:
+    """Returns a stand-in for each boundary, and one for each node that used something else (Rule 2)."""
     groups: dict[object, list[tuple[int, int, int, int]]] = {}
     for position, (number, use) in enumerate(mine):
-        groups.setdefault(use.node, []).append((use.input_index, position, number, use.sequence))
+        if number in boundaries:  # whose uses come in the order in which backward adds them
+            groups.setdefault(number, []).append((position, position, number, use.sequence))
+        else:
+            groups.setdefault(use.node, []).append((use.input_index, position, number, use.sequence))
     return tuple(
-        StandIn(group[0][3], tuple(number for _, _, number, _ in group), tuple(position for _, position, *_ in group))
+        StandIn(group[-1][3], tuple(number for _, _, number, _ in group), tuple(position for _, position, *_ in group))
         for group in map(sorted, groups.values())
     )
 

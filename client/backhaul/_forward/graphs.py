@@ -21,7 +21,7 @@ NOTE [Graphs]
 import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -75,7 +75,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     numbers_of_graph,
     why_no_list_of_calls,
     why_not_captured,
-    with_guards_of_hooks,
+    with_own_settings,
 )
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
 from backhaul_runtime.torch_internals.inductor import compile_for_training, is_symbolic
@@ -124,13 +124,17 @@ class _Present(threading.local):
 _present = _Present()
 
 
-@contextmanager
-def _running(target: GraphTarget) -> Iterator[None]:
-    before, _present.target = _present.target, target
-    try:
-        yield
-    finally:
-        _present.target = before
+class _Running:
+    """A context in which graphs have this target."""
+
+    def __init__(self, target: GraphTarget) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        self._before, _present.target = _present.target, self._target
+
+    def __exit__(self, *error: object) -> None:
+        _present.target = self._before
 
 
 def keep_own_code_out() -> None:
@@ -348,7 +352,7 @@ class Graphs:
 
     def _compiled(self, name: str, call: Callable[[], Any], target: GraphTarget) -> Any:
         """Runs a function that is compiled with our backend."""
-        with _running(target), target.compiling:
+        with _Running(target), target.compiling:
             returned = call()
         if not target.graph_count:
             CallLog(self._dispatcher.journal.log(name), self._dispatcher.telemetry).kept(NO_GRAPH)
@@ -362,7 +366,7 @@ class Graphs:
         key, name = key_of(function), name_of(function)
         target = GraphTarget(self._dispatcher, options, name, compiles_itself=True)
         try:
-            with _running(target), target.compiling:
+            with _Running(target), target.compiling:
                 return in_one_graph(key, compile_here)(function, args, kwargs)
         except _FunctionNeededError as not_known:
             learn = not_known.learn
@@ -395,7 +399,7 @@ def _noting(reason: str) -> Learn:
 def compile_by_inductor(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
     """The backend of functions that Backhaul compiles with Inductor's kernels."""
     assert _present.target is not None
-    _present.target.compiling.enter_context(with_guards_of_hooks())
+    _present.target.compiling.enter_context(with_own_settings())
     return compile_graph(module, examples, lambda: None, "inductor")
 
 
@@ -404,7 +408,7 @@ def compile_here(module: fx.GraphModule, examples: list[Any]) -> Callable[..., A
     assert _present.target is not None
     if draws_in_python(module):
         raise _UnsuitedError("it draws random numbers in Python")  # the call would draw them, and its function again
-    _present.target.compiling.enter_context(with_guards_of_hooks())
+    _present.target.compiling.enter_context(with_own_settings())
     return compile_graph(module, examples, lambda: None)
 
 

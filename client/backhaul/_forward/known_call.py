@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import Frame, RecordedSegment
@@ -23,9 +22,10 @@ from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.stopwatch import device_of_work
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
+    edge_of,
     next_sequence_number,
     pop_saved_tensor_hooks,
-    sequence_number,
+    sequence_of,
     version_of,
 )
 
@@ -67,7 +67,7 @@ class BegunKnownCall:
         )
         self.table = HandleTable(self.call, self._so_far)
         taken = zip(self._sources, recording.sources, strict=True)
-        self._edges = [get_gradient_edge(t) if t.requires_grad and source.is_copy else None for t, source in taken]
+        self._edges = [edge_of(t) if t.requires_grad and source.is_copy else None for t, source in taken]
         self._predecessors = predecessors_of(self._edges, segment.uses.of_frame)
         self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
         uses = segment.uses.of_frame
@@ -133,7 +133,7 @@ class BegunKnownCall:
         frame = self._frame(lineage=lineage, uses=segment.uses.of_frame)
         if self._remote is not None:
             call.log.taken("")
-        later = sequence_number(get_gradient_edge(outputs[0]).node) - graph.output_sequence
+        later = sequence_of(outputs[0]) - graph.output_sequence
         grafted = graft(frame, outputs, [*self._sources, *casts], graph.plan, later)
         note_grafted(frame, grafted, self._sources, self._predecessors)
         grafted_at = dict(zip(segment.outputs, grafted, strict=True))

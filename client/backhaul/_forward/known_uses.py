@@ -26,7 +26,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
-from backhaul_runtime.torch_internals.private import sequence_number
+from backhaul_runtime.torch_internals.private import sequence_number, sequence_of
 
 MAX_GRAPHS = 64
 """The most graphs that are kept of a kind of calls. More than a few need weights that other code casts now and then."""
@@ -129,7 +129,7 @@ class KnownUses:
         """
         if self.watched is None:
             return self._graphs[()], []
-        pattern, casts = self._pattern(sources, sequence_number(get_gradient_edge(outputs[0]).node), first_sequence)
+        pattern, casts = self._pattern(sources, sequence_of(outputs[0]), first_sequence)
         if (graph := self._graphs.get(pattern)) is None:
             with torch.enable_grad():
                 edges = [get_gradient_edge(source) if source.requires_grad else None for source in sources]
@@ -168,5 +168,5 @@ def _planned(graph_uses: GraphUses, outputs: Sequence[Tensor], *, is_cast: bool)
     in_order = is_cast or len([used for used in graph_uses.uses if used]) > 1
     return UsesInGraph(
         graft_plan(graph_uses.tensors, graph_uses.uses, graph_uses.stages, in_order=in_order),
-        sequence_number(get_gradient_edge(outputs[0]).node),
+        sequence_of(outputs[0]),
     )

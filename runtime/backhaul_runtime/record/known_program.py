@@ -30,10 +30,10 @@ from backhaul_runtime.program.program import GeneratorRef, Program, parts_in
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
 from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
-from backhaul_runtime.record.recording import Recording, SavedTensor
+from backhaul_runtime.record.recording import RecordedSource, Recording, SavedTensor
 from backhaul_runtime.record.sources import MakeCopy, note_write, recorded_source
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
-from backhaul_runtime.tensors.digest import saved_digest, tensor_address
+from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
@@ -54,6 +54,7 @@ class KnownSave(NamedTuple):
         strides: The strides of the tensor, in elements.
         dtype: The dtype of the tensor.
         saved: The tensor as it was recorded, without its digest.
+        start_bytes: The bytes from the first element of the source that it lies in to its own; 0 if it lies in none.
         whole_source: The source whose bytes are all of its own; -1 if there is none.
         node: The number of nodes up to the one that saves it.
     """
@@ -62,14 +63,18 @@ class KnownSave(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     saved: SavedTensor
+    start_bytes: int
     whole_source: int
     node: int
 
     @classmethod
     def of(cls, saved: SavedTensor, node: int, recording: Recording) -> Self:
         """Returns what calls save where one has saved this tensor, given with its node and the recording."""
-        layout, known = saved.layout, replace(saved, noted=b"")  # a digest may refer to a device
-        return cls(layout.shape, layout.strides, layout.dtype, known, _whole_source(saved, recording), node)
+        layout, known, start_bytes = saved.layout, replace(saved, noted=b""), 0  # a digest may refer to a device
+        if saved.source >= 0:
+            start_bytes = saved.offset * layout.dtype.itemsize - _offset_bytes(recording.sources[saved.source])
+        whole_source = _whole_source(saved, recording)
+        return cls(layout.shape, layout.strides, layout.dtype, known, start_bytes, whole_source, node)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,6 +183,10 @@ def shares_memory(positions: Sequence[int], inputs: Sequence[Any]) -> bool:
     return any(keys[storage_key(inputs[position])] > 1 for position in positions)
 
 
+def _offset_bytes(source: RecordedSource) -> int:
+    return source.offset * source.layout.dtype.itemsize
+
+
 def _whole_source(saved: SavedTensor, recording: Recording) -> int:
     """Returns the source that has the same bytes in the same order as a saved tensor, so the same content; else -1."""
     if saved.source < 0 or saved.is_undefined:
@@ -209,32 +218,29 @@ class KnownSaves(Sequence[SavedTensor]):
 
     Args:
         expected: What calls of its kind save.
+        sources: The sources of the call.
+
+    Attributes:
+        contents: The digests of the contents of the tensors that it has saved so far.
     """
 
-    def __init__(self, expected: Sequence[KnownSave]) -> None:
-        self._expected = expected
-        self._contents: list[Digest] = []
-        self._offsets: list[int] = []
+    def __init__(self, expected: Sequence[KnownSave], sources: Sequence[RecordedSource]) -> None:
+        self._expected, self._sources = expected, sources
+        self.contents: list[Digest] = []
 
     def __len__(self) -> int:
-        return len(self._contents)
+        return len(self.contents)
 
     def __getitem__(self, position: Any) -> Any:
         if isinstance(position, slice):
             return [self[one] for one in range(len(self))[position]]
         position = range(len(self))[position]
-        known = self._expected[position].saved
-        noted = digest_of(saved_digest, known.layout, self._contents[position])
-        return SavedTensor(noted, known.op, known.layout, known.source, self._offsets[position], known.is_undefined)
-
-    def add(self, content: Digest, offset: int) -> None:
-        """Adds a tensor, given by the digest of its content and its offset in its storage."""
-        self._contents.append(content)
-        self._offsets.append(offset)
-
-    def cut(self, count: int) -> None:
-        """Drops all but the first tensors."""
-        del self._contents[count:], self._offsets[count:]
+        expected = self._expected[position]
+        known, layout, offset = expected.saved, expected.saved.layout, expected.saved.offset
+        if known.source >= 0:  # which may lie elsewhere in its storage than in the recorded call
+            offset = (_offset_bytes(self._sources[known.source]) + expected.start_bytes) // layout.dtype.itemsize
+        noted = digest_of(saved_digest, layout, self.contents[position])
+        return SavedTensor(noted, known.op, layout, known.source, offset, known.is_undefined)
 
 
 class KnownCall:
@@ -264,10 +270,11 @@ class KnownCall:
         make_copy: MakeCopy,
         fixed: FixedDigests | None,
     ) -> None:
-        self._saved = KnownSaves(known.saves)
         self.recording = Recording(
-            saved=self._saved, computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
+            computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
         )
+        self.recording.saved = saved = KnownSaves(known.saves, self.recording.sources)
+        self._saved = saved.contents
         self._known, self._digests = known, ContentDigests()
         self._contents: list[Digest] = []  # of the sources
         self._node, self._of_this_node = 0, list[Tensor]()
@@ -304,19 +311,23 @@ class KnownCall:
         Raises:
             Refusal: It is not the tensor that the program saves.
         """
-        position = len(self._saved)
-        if position >= len(self._known.saves):
+        saved, saves = self._saved, self._known.saves
+        position = len(saved)
+        if position >= len(saves):
             raise Refusal(CHANGED)
-        shape, strides, dtype, known, whole_source, node = self._known.saves[position]
+        shape, strides, dtype, known, _, whole_source, node = saves[position]
+        layout = known.layout
         if tensor.shape != shape or tensor.stride() != strides or tensor.dtype is not dtype:
             raise Refusal(CHANGED)
         if whole_source >= 0:
             content = self._contents[whole_source]
         elif known.is_undefined:
             content = UNDEFINED_CONTENT
+        elif layout.is_dense_on_host:
+            content = content_digest(tensor, layout)
         else:
-            content = self._digests.take(tensor, known.layout)
-        self._saved.add(content, int(tensor.storage_offset()))
+            content = self._digests.take(tensor, layout)
+        saved.append(content)
         if node != self._node:
             self._node, self._of_this_node = node, []
         self._of_this_node.append(tensor)
@@ -332,5 +343,5 @@ class KnownCall:
         if len(self._saved) == len(self._known.saves):
             return []
         self.recording.refuse("it saved fewer tensors than the recorded call of the same kind")
-        self._saved.cut(len(self._saved) - len(last))
+        del self._saved[len(self._saved) - len(last) :]
         return last

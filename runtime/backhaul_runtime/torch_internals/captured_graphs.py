@@ -229,12 +229,15 @@ def key_of(function: Callable[..., Any]) -> Hashable:
     return getattr(function, "__code__", type(function)), type(getattr(function, "__self__", None))
 
 
-def with_guards_of_hooks() -> AbstractContextManager[Any]:
-    """Returns a context in which compiled graphs get guards on the hooks of modules. torch omits them otherwise."""
+def with_own_settings() -> AbstractContextManager[Any]:
+    """Returns a context in which compiled graphs get guards on the hooks of modules, which torch omits otherwise.
+
+    They also get no record for the profiler, which would take time in each call.
+    """
     from torch._dynamo import config
 
-    guarded: AbstractContextManager[Any] = config.patch(skip_nnmodule_hook_guards=False)
-    return guarded
+    patched: AbstractContextManager[Any] = config.patch(skip_nnmodule_hook_guards=False, record_runtime_overhead=False)
+    return patched
 
 
 def why_not_captured(error: Exception) -> tuple[str, bool]:

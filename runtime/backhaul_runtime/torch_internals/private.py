@@ -24,7 +24,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_ten
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
@@ -147,6 +147,18 @@ _NO_MEMORY = torch.empty(0)
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """Returns the position of a node in the order in which its thread made nodes. Backward runs the latest first."""
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Returns where the gradient of a tensor arrives. Unlike torch's edges it need not outlive the tensor."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def sequence_of(tensor: Tensor) -> int:
+    """Returns the sequence number of the node of a tensor that is no leaf."""
+    assert tensor.grad_fn is not None
+    return sequence_number(tensor.grad_fn)
 
 
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,8 +16,7 @@ from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.tensors.staging import DeviceMoment
 
 
-@dataclass(frozen=True, slots=True)
-class SourceTensor:
+class SourceTensor(NamedTuple):
     """A tensor that a segment names.
 
     Attributes:
