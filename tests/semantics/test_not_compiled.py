@@ -1,5 +1,8 @@
 """What does not become a compiled program. Nothing here compiles, so no C++ compiler is needed."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +16,10 @@ from backhaul._forward.compiled_graph import compiled_segment
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Node, ResultRef, SourceRef
 from backhaul_runtime.replay.compiled_programs import why_not_compiled, why_not_for_others
+from conftest import wait_until
 from support.bits import seed_generators
 from support.hostile import of_nodes
+from support.processes import is_running
 
 
 def _batch_norm(x: Tensor, state: Tensor) -> Tensor:
@@ -62,3 +67,22 @@ def test_only_the_trainers_own_worker_compiles_what_takes_indices(op: str) -> No
     indexing = of_nodes(Node(f"aten.{op}", (SourceRef(0), SourceRef(1)), (), 0, (16,), draws=False), sources=2)
     assert "would end the worker" in why_not_for_others(indexing)
     assert not why_not_compiled(indexing)
+
+
+def test_a_compilation_ends_with_its_worker() -> None:
+    # The program is still awaited, so nothing else would end it.
+    awaited, program = os.pipe()
+    start = """
+import os, subprocess, sys
+command = [sys.executable, "-m", "backhaul_server.worker.compile_program", "cpu", "", "60", str(16 << 30)]
+compilation = subprocess.Popen([*command, str(os.getpid())], stdin=0, start_new_session=True)
+print(compilation.pid, flush=True)
+compilation.wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", start], stdin=awaited, stdout=subprocess.PIPE, text=True) as worker:
+        os.close(awaited)
+        assert worker.stdout is not None
+        compilation = int(worker.stdout.readline())
+        worker.kill()
+    wait_until(lambda: not is_running(compilation), "the compilation has ended")
+    os.close(program)

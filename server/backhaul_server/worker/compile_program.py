@@ -1,18 +1,32 @@
 """The child process that compiles a program for a worker: see NOTE [Compiling].
 
-Usage: python -m backhaul_server.worker.compile_program DEVICE DIRECTORY SECONDS BYTES, with the encoded program as
-standard input. It leaves what Inductor has made in the directory, or in Inductor's own if that is empty. If it fails,
-it says why in one line.
+Usage: python -m backhaul_server.worker.compile_program DEVICE DIRECTORY SECONDS BYTES WORKER, with the encoded program
+as standard input. It leaves what Inductor has made in the directory, or in Inductor's own if that is empty. If it
+fails, it says why in one line. It ends with the worker, whose process id is the last argument.
 """
 
+import os
 import resource
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
+
+_POLL_S = 0.5
+
+
+def _end_with(worker: int) -> None:
+    """Ends this process and its compilers when the worker is gone, which may have been killed."""
+    while os.getppid() == worker:
+        time.sleep(_POLL_S)
+    os.killpg(os.getpid(), signal.SIGKILL)  # the worker has started this process as the leader of a group
 
 
 def main() -> int:
     """Compiles the program. Returns the exit code."""
-    device_name, directory, limit_s, limit_bytes = sys.argv[1:]
+    device_name, directory, limit_s, limit_bytes, worker = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(int(worker),), name="backhaul-end", daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CPU, (int(float(limit_s)), int(float(limit_s))))
     if device_name == "cpu":  # CUDA maps more addresses than a machine has memory
         resource.setrlimit(resource.RLIMIT_AS, (int(limit_bytes), int(limit_bytes)))

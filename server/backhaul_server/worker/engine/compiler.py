@@ -179,6 +179,7 @@ class Compiler:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "backhaul_server.worker.compile_program"),
             *(str(self._device), self._directory_of(account), str(COMPILE_LIMIT_S), str(COMPILE_LIMIT_BYTES)),
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
