@@ -52,6 +52,9 @@ def test_a_model_that_travels(
     assert [check["name"] for check in checks] == CONNECTION + ORDER
     assert checks[len(CONNECTION)]["values"]["share"] == 1.0
     assert all(check["text"].endswith(".") for check in checks)
+    recording = checks[len(CONNECTION) + ORDER.index("recording")]["values"]
+    assert {"recorded_s", "graphs_s"} <= recording.keys()
+    assert recording["compile_s"] > 0
 
 
 def test_without_a_worker_and_a_model_it_starts_a_worker(capsys: pytest.CaptureFixture[str]) -> None:
@@ -221,6 +224,19 @@ def test_weights_need_tokens() -> None:
     check = checks_of(thin)["weights"]
     assert check.values["tokens"] == pytest.approx(2 * (8 << 20) / 10e6 / (3 * 0.08 / 1024))
     assert "Accumulate 7 micro-batches" in check.todo
+
+
+def test_graphs_are_recommended_if_they_cost_less_than_recording() -> None:
+    def advice(graphs_s: float, remote: int = TIMES.remote) -> Check:
+        graphs = replace(TIMES, record_s=graphs_s, remote=remote)
+        recorded = replace(TIMES, record_s=0.02)
+        return checks_of(replace(WORKER, segment_times=(recorded,), graph_times=graphs, compile_s=1.5))["recording"]
+
+    assert advice(0.002).todo == 'Use connect(graphs="eager").'
+    assert "adds 2.00 ms instead of 20.00 ms, once torch.compile has taken 1.5 s" in advice(0.002).text
+    assert advice(0.002).values["graphs_s"] == 0.002
+    assert "graphs" not in advice(0.019).todo
+    assert "graphs" not in advice(0.002, remote=0).todo
 
 
 def test_a_fast_link_to_the_host_is_better() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from backhaul import _arithmetic as arithmetic
-from backhaul.doctor.check import Check
+from backhaul.doctor.check import Check, State
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.measurement import WorkerProfile
 from backhaul_runtime.process.units import size_text
@@ -19,6 +19,8 @@ MUCH_RECORDING = 0.5
 """Recording that takes more than this part of a forward is worth a note."""
 _BETTER = 0.95
 """An alternative is named if its step takes at most this part of Backhaul's."""
+_CHEAPER = 0.8
+"""Compiled segments are recommended if they add at most this part of what recording adds."""
 _MILLISECONDS = 1e3
 
 
@@ -135,6 +137,16 @@ def _recording(worker: WorkerProfile, plain: PlainProfile) -> Check:
         f"recording adds {times.record_s / layers * _MILLISECONDS:.2f} ms to a layer's forward of "
         f"{plain.forward_s * _MILLISECONDS:.2f} ms, {ratio:.0%}."
     )
+    graphs, recorded = worker.graph_times, worker.segment_times[0]
+    if graphs is not None:
+        values |= {"recorded_s": recorded.record_s, "graphs_s": graphs.record_s, "compile_s": worker.compile_s}
+        text += (
+            f' With graphs="eager" a segment of one layer adds {graphs.record_s * _MILLISECONDS:.2f} ms instead of '
+            f"{recorded.record_s * _MILLISECONDS:.2f} ms, once torch.compile has taken {worker.compile_s:.1f} s."
+        )
+        if graphs.remote >= recorded.remote and graphs.record_s <= _CHEAPER * recorded.record_s:
+            state: State = "ok" if ratio <= MUCH_RECORDING else "note"
+            return Check("recording", state, text, 'Use connect(graphs="eager").', values)
     if ratio <= MUCH_RECORDING:
         return Check("recording", "ok", text, values=values)
     todo = "Use larger micro-batches: recording takes the same time for each operation, however large its tensors are."

@@ -74,7 +74,7 @@ def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | N
 
     yield installation()
     try:
-        measured = measure_model(target or sample(), config, arguments.rounds)
+        measured = measure_model(target or sample(), config, arguments.rounds, with_graphs=target is not None)
     except (AddressError, SettingError):
         raise
     except BackhaulError as error:

@@ -30,6 +30,8 @@ class WorkerProfile:
         differences: What differs between the fingerprints, each with the trainer's value and the worker's.
         link: The link; None if the worker did not run the segments that measure it.
         segment_times: The costs of segments of one length or of two.
+        graph_times: The costs of segments of one layer with graphs="eager"; None if these were not measured.
+        compile_s: Seconds that torch.compile took for these.
     """
 
     address: str
@@ -38,6 +40,8 @@ class WorkerProfile:
     differences: dict[str, tuple[str, str]]
     link: LinkProfile | None
     segment_times: tuple[SegmentTimes, ...]
+    graph_times: SegmentTimes | None = None
+    compile_s: float = 0.0
 
     @property
     def crosses_network(self) -> bool:
@@ -73,13 +77,16 @@ class ModelMeasurement:
         return has_free_transport() and self.workers[0].crosses_network
 
 
-def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> ModelMeasurement:
+def measure_model(
+    target: Target, config: Config, rounds: int = ROUNDS, *, with_graphs: bool = False
+) -> ModelMeasurement:
     """Measures a model without a worker, and then with each worker by itself.
 
     Args:
         target: The model to measure. Its parameters are changed a little.
         config: The settings of the sessions. `worker` names the workers; empty starts one on this machine.
         rounds: Number of measured steps of each kind.
+        with_graphs: Whether segments are also measured with graphs="eager".
 
     Raises:
         BackhaulError: A worker cannot be used.
@@ -89,7 +96,7 @@ def measure_model(target: Target, config: Config, rounds: int = ROUNDS) -> Model
     with _named(target):
         plain.run(rounds)
     computing = compute_threads()
-    workers = tuple(_measure_worker(one, target, plain, computing, rounds) for one in _each(config))
+    workers = tuple(_measure_worker(one, target, plain, computing, rounds, with_graphs) for one in _each(config))
     return ModelMeasurement(plain.profile(), workers)
 
 
@@ -99,6 +106,7 @@ def _measure_worker(
     plain: PlainMeasurement,
     computing: frozenset[int],
     rounds: int,
+    with_graphs: bool,
 ) -> WorkerProfile:
     """Measures a worker, and what a segment of a model costs.
 
@@ -108,6 +116,7 @@ def _measure_worker(
         plain: What the model costs without a worker. It is measured again after each length of segments.
         computing: What `compute_threads` returned before the session was opened.
         rounds: Number of measured steps of each length of segments.
+        with_graphs: Whether segments of one layer are also measured with graphs="eager".
 
     Raises:
         BackhaulError: The worker cannot be used.
@@ -126,6 +135,12 @@ def _measure_worker(
             with _named(target):
                 remote.run(rounds)
                 plain.run(rounds)
+        graphs = RemoteMeasurement(target, session, 1, computing, "eager") if with_graphs else None
+        if graphs is not None:
+            with _named(target):
+                graphs.run(rounds)
+                plain.run(rounds)
+        compile_s = sum(segment.compile_s for segment in session.report().segments)
     times = [remote.times(plain.profile()) for remote in measured]
     # Layers that cannot be joined are measured once.
     distinct = {one.segments: one for one in reversed(times)}
@@ -136,6 +151,8 @@ def _measure_worker(
         differences(fingerprint(device), worker_session.fingerprint),
         link.profile(),
         tuple(reversed(distinct.values())),
+        None if graphs is None else graphs.times(plain.profile()),
+        compile_s,
     )
 
 

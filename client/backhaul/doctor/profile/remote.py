@@ -17,6 +17,7 @@ from time import thread_time
 
 import torch
 
+from backhaul._config import GraphUse
 from backhaul._torch_api.wrap import unwrap
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul.doctor.profile.observed import ObservedSession
@@ -69,12 +70,19 @@ class RemoteMeasurement:
         session: The open session with the worker.
         segment_layers: Number of layers of a segment.
         computing: Ids of the threads that compute, from `compute_threads`.
+        graphs: Whether Backhaul compiles the segments, see `backhaul.connect`.
     """
 
     def __init__(
-        self, target: Target, session: ObservedSession, segment_layers: int, computing: frozenset[int]
+        self,
+        target: Target,
+        session: ObservedSession,
+        segment_layers: int,
+        computing: frozenset[int],
+        graphs: GraphUse = "off",
     ) -> None:
         self._target, self._session, self._segment_layers = target, session, segment_layers
+        self._graphs = graphs
         self._computing = computing
         self._steps: list[_Step] = []
 
@@ -86,7 +94,7 @@ class RemoteMeasurement:
         """
         target, session = self._target, self._session
         trained = [parameter for parameter in target.model.parameters() if parameter.requires_grad]
-        session.wrap(target.model, target.kinds, segment_layers=self._segment_layers)
+        session.wrap(target.model, target.kinds, segment_layers=self._segment_layers, graphs=self._graphs)
         try:
             for number in range(WARM_ROUNDS + rounds):
                 torch.manual_seed(number)
