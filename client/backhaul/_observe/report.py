@@ -7,10 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.tensors.durations import Duration, DurationSum
-from backhaul_runtime.torch_internals.captured_graphs import TorchCompilation
+
+if TYPE_CHECKING:  # commands and the lab's predictions use this module without torch
+    from backhaul_runtime.torch_internals.captured_graphs import TorchCompilation
 
 logger = logging.getLogger("backhaul")
 
@@ -293,7 +296,7 @@ class SegmentLog:
     _known: int = 0
     _recorded: Counter[str] = field(default_factory=Counter)
     _programs: set[bytes] = field(default_factory=set)
-    _compilations: list[TorchCompilation] = field(default_factory=list)
+    _compilations: "list[TorchCompilation]" = field(default_factory=list)
     _told_compilations: int = 0
     _up_bytes: int = 0
     _spared_bytes: int = 0
@@ -390,12 +393,12 @@ class SegmentLog:
         if len(self._programs) < MAX_PROGRAMS:  # a program with a number that changes is another one each time
             self._programs.add(address)
 
-    def compiled(self, compilation: TorchCompilation) -> None:
+    def compiled(self, compilation: "TorchCompilation") -> None:
         """Notes that torch.compile has captured a graph, or made kernels for one."""
         with self._lock:
             self._compilations.append(compilation)
 
-    def new_compilations(self) -> list[TorchCompilation]:
+    def new_compilations(self) -> "list[TorchCompilation]":
         """Returns the compilations since the last call of this method."""
         with self._lock:
             new = self._compilations[self._told_compilations :]
