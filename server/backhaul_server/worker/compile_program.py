@@ -23,13 +23,20 @@ def _end_with(worker: int) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)  # the worker has started this process as the leader of a group
 
 
+def _limit(what: int, most: int) -> None:
+    """Limits a resource of this process. Only root could raise a limit that is lower already."""
+    _, hard = resource.getrlimit(what)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (most, most))
+
+
 def main() -> int:
     """Compiles the program. Returns the exit code."""
     device_name, directory, limit_s, limit_bytes, worker = sys.argv[1:]
     threading.Thread(target=_end_with, args=(int(worker),), name="backhaul-end", daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_CPU, (int(float(limit_s)), int(float(limit_s))))
+    _limit(resource.RLIMIT_CPU, int(float(limit_s)))
     if device_name == "cpu":  # CUDA maps more addresses than a machine has memory
-        resource.setrlimit(resource.RLIMIT_AS, (int(limit_bytes), int(limit_bytes)))
+        _limit(resource.RLIMIT_AS, int(limit_bytes))
     import torch
 
     from backhaul_runtime.errors import BackhaulError
