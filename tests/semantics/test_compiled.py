@@ -265,6 +265,12 @@ def test_a_compiled_block_is_a_segment_of_the_current_session(session: Session) 
     assert not differing(step(plainly, block_like(), x), step(plainly, block, x))
 
 
+def test_a_module_of_torchs_own_has_its_name() -> None:
+    remote, module = Loopback(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(DEVICE)
+    remote.checkpoint(torch.compile(module, backend=backend), inputs()).sum().backward()
+    assert [segment.name for segment in remote.report().segments] == ["Sequential"]
+
+
 @pytest.mark.parametrize("options", [{"kernels": "triton"}, {"fast": True}])
 def test_an_unknown_option_of_the_backend_is_an_error(options: dict[str, Any]) -> None:
     with pytest.raises(Exception, match="the only option is"):

@@ -22,7 +22,9 @@ def name_of_compiled() -> str:
 
     present = InstructionTranslator.current_tx()
     code = present.f_code
-    owner = present.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    # torch runs its own modules, such as nn.Sequential, in a function with the variable `fn`.
+    owner = present.f_locals.get(code.co_varnames[0] if code.co_argcount else "fn")
+    owner = getattr(owner, "__self__", owner)
     if isinstance(owner, nn.Module):
         return type(owner).__name__
     return str(getattr(code, "co_qualname", code.co_name)).replace("<locals>.", "")
