@@ -130,11 +130,7 @@ class Session:
         try:
             if not resolvers:
                 self._embedded = EmbeddedWorker(
-                    config.memory_bytes,
-                    config.connect_timeout_s,
-                    config.allow,
-                    config.device,
-                    compiles=config.graphs in {"auto", "inductor"},
+                    config.memory_bytes, config.connect_timeout_s, config.allow, config.device
                 )
                 self._workers.add(connect_to(self._embedded.ensure, is_embedded=True))
             self._workers.open(dict(zip(resolvers, token_files, strict=True)), strict=config.strict)

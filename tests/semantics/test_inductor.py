@@ -28,11 +28,14 @@ from backhaul_runtime.torch_internals import inductor
 from backhaul_server.worker.accounts import Account
 from backhaul_server.worker.engine.compiler import Compiler
 from conftest import QUIET, wait_until
-from support.bits import differing, seed_generators
+from support.bits import differing, grad_of, seed_generators
 from support.compiled import MARKS
+from support.devices import DEVICE
 from support.loopback import Loopback
 from support.processes import WorkerProcess
 
+if DEVICE != "cpu":
+    pytest.skip("these tests compile for the CPU", allow_module_level=True)
 if shutil.which("g++") is None:
     pytest.skip("these tests need a C++ compiler, g++, which Inductor uses", allow_module_level=True)
 
@@ -150,6 +153,15 @@ def test_backhaul_compiles_with_inductor_itself(expected: list[list[Tensor | Non
             assert not differing(right, outcome)
     (segment,) = loopback.report().segments
     assert (segment.name, segment.known, segment.decisions[Decision.GRADIENTS]) == ("Block", 6 * LAYERS, 3 * LAYERS)
+
+
+def test_a_worker_of_ones_own_compiles_whatever_the_session_says() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with backhaul.connect(graphs="off", settings=QUIET) as session:
+        session.checkpoint(torch.square, x, graphs="inductor").sum().backward()
+        assert torch.equal(grad_of(x), x.detach() * 2)
+        (segment,) = session.report().segments
+        assert all("still compiles" in reason for reason in segment.reasons)
 
 
 def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | None]]) -> None:

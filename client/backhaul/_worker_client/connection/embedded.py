@@ -36,23 +36,14 @@ class EmbeddedWorker:
         start_timeout_s: Seconds that the worker may take to start.
         allow: What it runs beside torch's own ops.
         device: The device of the worker; empty for the trainer's, see `follow`.
-        compiles: Whether it compiles programs.
     """
 
-    def __init__(
-        self,
-        memory_bytes: int,
-        start_timeout_s: float,
-        allow: Sequence[str] = (),
-        device: str = "",
-        *,
-        compiles: bool = False,
-    ) -> None:
+    def __init__(self, memory_bytes: int, start_timeout_s: float, allow: Sequence[str] = (), device: str = "") -> None:
         self._device = device or _trainers_device()
         self._follows = not device
         self._following = threading.Lock()  # guards the two above
         self._memory_bytes = memory_bytes
-        self._allow, self._compiles = allow, compiles
+        self._allow = allow
         self._start_timeout_s = start_timeout_s
         self._directory, self._address = _socket()
         self._process: subprocess.Popen[str] | None = None
@@ -100,7 +91,7 @@ class EmbeddedWorker:
             arguments += ["--memory", f"{self._memory_bytes}B"]
         # The session's settings apply to this worker, not variables that are meant for other workers.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
-        arguments += ["--compile"] if self._compiles else []
+        arguments += ["--compile"]  # it is the user's own process, and loads nothing for this before it is needed
         for name in self._allow:
             arguments += ["--allow", name]
         if self._allow:  # it may lie beside the script that trains, where only this process looks for modules
