@@ -17,6 +17,7 @@ from backhaul._backward.lineage import Copies
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
+from backhaul._dispatch.suitability import advice_on, check_suitable, in_words
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
 from backhaul._observe.telemetry import Telemetry
@@ -137,8 +138,8 @@ class Dispatcher:
                     mismatch = differences(fingerprint(torch.device(device)), worker_session.fingerprint)
                     if not mismatch or (self._config.numerics != "exact" and not mismatch.keys() & DECISIVE):
                         return ""
-                    reasons.setdefault(worker.connection.name, _in_words(mismatch))
-                    todo = todo or _advice(mismatch)
+                    reasons.setdefault(worker.connection.name, in_words(mismatch))
+                    todo = todo or advice_on(mismatch)
         why = "; ".join(f"of worker {name} {reason}" for name, reason in reasons.items())
         return f"{why}. {todo}, or connect to other workers" if why else ""
 
@@ -228,7 +229,7 @@ class Dispatcher:
             device,
             computes_on_host=recording.computes_on_host,
         )
-        _check_suitable(segment, worker.connection.name, worker_session, mismatch)
+        check_suitable(segment, worker.connection.name, worker_session, mismatch)
         # After all refusals, because a segment that no worker takes must not be predicted.
         site = pending.site
         known, superseded = site.learn(
@@ -423,7 +424,7 @@ class Dispatcher:
                     "Worker %s computes other bits than this trainer: %s. Its recomputations are compared within "
                     'tolerances; numerics="exact" keeps such segments on the trainer.',
                     worker.connection.name,
-                    _in_words(mismatch),
+                    in_words(mismatch),
                     extra=about(self.journal.session),
                 )
         return mismatch
@@ -434,33 +435,6 @@ class Dispatcher:
                 self._placement.backward()
             self._sites.keep(site)
             return worker.upcoming(number)
-
-
-def _check_suitable(
-    segment: RecordedSegment, worker: str, worker_session: WorkerSession, mismatch: Mapping[str, tuple[str, str]]
-) -> None:
-    """Raises Refusal if a worker can't recompute a segment.
-
-    Args:
-        segment: The segment as it was recorded in forward.
-        worker: The name of the worker.
-        worker_session: The worker session that would get the segment.
-        mismatch: Why the worker computes other bits than the trainer; empty if it does not.
-    """
-    recording = segment.call.recording
-    # Other kernels round differently, which the tolerances of the value check allow for. Without recorded choices
-    # they may also draw another mask or choose another maximum, which is another function.
-    if mismatch and (not recording.has_recorded_choices or mismatch.keys() & DECISIVE):
-        other = f"the worker {worker} computes other bits than this trainer: {_in_words(mismatch)}"
-        raise Refusal(recording.unrecorded_choices or other)
-    # The worker itself refuses what exceeds its budget or is not allowed, but only after the tensors were sent.
-    if segment.need_bytes > worker_session.budget_bytes:
-        raise Refusal(
-            f"it needs {segment.need_bytes} bytes on the worker, but the budget is {worker_session.budget_bytes}: "
-            "start the worker with more --memory, or make the segment smaller"
-        )
-    if reason := worker_session.allowed.why_not_program(segment.program, recording.identities):
-        raise Refusal(f"{reason}, says the worker {worker}")
 
 
 def _predecessors(
@@ -488,17 +462,3 @@ def _predecessors(
             derived = layout if derives(layout) else None
             predecessors.append(Predecessor(speculation, source, weakref.ref(remote), output, derived))
     return predecessors
-
-
-def _advice(mismatch: Mapping[str, tuple[str, str]]) -> str:
-    """Returns what to do about differences of which one matters."""
-    if "torch" in mismatch:
-        return "Install the same torch on both sides"
-    if "device" in mismatch:
-        ours, theirs = mismatch["device"]
-        return f"Start a worker with --device {ours}, or train on {theirs}"
-    return 'Drop numerics="exact"'
-
-
-def _in_words(different: Mapping[str, tuple[str, str]]) -> str:
-    return ", ".join(f"{key} is {ours} here and {theirs} there" for key, (ours, theirs) in different.items())
