@@ -61,7 +61,7 @@ class ForkedCommand:
 
     Attributes:
         stdout: The end of the pipe that its output comes from; None if it goes to a file.
-        stderr: The same for its log.
+        stderr: None, as its log goes to a file, unlike that of a `subprocess.Popen` in its place.
         pid: Its process id.
         returncode: Its exit code, negative for a signal; None before its end was noticed.
     """

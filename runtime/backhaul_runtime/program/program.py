@@ -107,6 +107,11 @@ class Node:
     given: tuple[RecordedChoice, ...] = ()
 
     @property
+    def parts(self) -> Iterator[Any]:
+        """What `parts_in` yields of its arguments, the positional ones first."""
+        return parts_in((self.args, tuple([value for _, value in self.kwargs])))
+
+    @property
     def is_function(self) -> bool:
         """Whether the node is a custom autograd function."""
         return is_function_name(self.op)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.program import GeneratorRef, Program, parts_in
+from backhaul_runtime.program.program import GeneratorRef, Program
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
 from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
@@ -146,7 +146,7 @@ def known_program(
             raise Refusal(f"{node.op} saves memory that it does not write")
         if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
             raise Refusal(f"the size of what {node.op} returns depends on values")
-        if any(isinstance(part, GeneratorRef) for part in parts_in((node.args, tuple(v for _, v in node.kwargs)))):
+        if any(isinstance(part, GeneratorRef) for part in node.parts):
             raise Refusal(f"{node.op} draws from a generator of its own")
     return KnownProgram(
         program,

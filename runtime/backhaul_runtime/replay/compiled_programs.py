@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import ABSOLUTE, rules
-from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
+from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.program.unsafe_arguments import checks_values
 from backhaul_runtime.tensors.layout import Layout
@@ -39,12 +39,14 @@ CompiledFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _DIVIDING = ("floor_divide", "remainder", "fmod", "gcd", "lcm")
+"""Names of ops whose compiled code divides integers, which ends the process for zero and for the least integer."""
 _INDEXING = (
     *("embedding", "embedding_bag", "gather", "index", "index_add", "index_copy", "index_fill", "index_put"),
     *("index_reduce", "index_select", "masked_scatter", "max_unpool2d", "max_unpool3d", "multi_margin_loss"),
     *("multilabel_margin_loss", "nll_loss_nd", "cross_entropy_loss", "ctc_loss", "one_hot", "put"),
     *("repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "take", "take_along_dim"),
 )
+"""Names of ops that take indices, whatever the overload."""
 
 
 def why_not_compiled(program: Program) -> str:
@@ -67,7 +69,7 @@ def why_not_compiled(program: Program) -> str:
             return f"{node.op} takes an offset from the start of a storage"  # compiled code does not check it
         if node.fresh_casts or node.given:
             return f"{node.op} needs what happened before it"
-        if any(isinstance(part, (GeneratorRef, Composite)) for part in _parts(node)):
+        if any(isinstance(part, (GeneratorRef, Composite)) for part in node.parts):
             return f"{node.op} takes an object"
         if _result_numbers(op, node) is None:
             return f"the number of tensors that {node.op} returns is not fixed"
@@ -120,7 +122,8 @@ class _Functions:
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
         self._makers = WeakIdKeyDictionary()
-        self._lock = threading.RLock()  # reentrant, because the garbage collector may drop an entry at any time
+        # Reentrant, because the garbage collector may run code of the user's while a function is made.
+        self._lock = threading.RLock()
 
     def note(self, program: Program, make: Callable[[Program], CompiledFunction]) -> None:
         """Notes how the function of a program is made when it is first needed. `make` must not refer to the program."""
@@ -165,10 +168,6 @@ def check_layouts(program: Program, layouts: Sequence[Layout]) -> None:
     """Raises ProgramError if sources of a compiled program have other layouts than those that it was compiled for."""
     if program.compilation is not None and program.compilation.layouts != tuple(layouts):
         raise ProgramError("a compiled program was saved with sources of other layouts than its own")
-
-
-def _parts(node: Node) -> list[Any]:
-    return list(parts_in((node.args, tuple(value for _, value in node.kwargs))))
 
 
 def _result_numbers(op: OpOverload, node: Node) -> list[int | None] | None:

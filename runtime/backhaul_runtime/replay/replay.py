@@ -323,8 +323,7 @@ class Replay:
         self._packing.begin_op(node.op)
         check = None
         if node.is_function or node.op in names.ops:
-            parts = parts_in((node.args, tuple(value for _, value in node.kwargs)))
-            given = [self._value(part, results) for part in parts if isinstance(part, (SourceRef, ResultRef))]
+            given = [self._value(part, results) for part in node.parts if isinstance(part, (SourceRef, ResultRef))]
             check = self._custom.begin_check(node.op, given)
         if node.is_function:
             if node.draws:
