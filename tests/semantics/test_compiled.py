@@ -81,6 +81,7 @@ CHANGES: dict[str, Callable[[Block], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "change"),
     [*[(own, change) for change in CHANGES], *[(user, change) for change in ("a float", "eval", "data")]],
@@ -149,6 +150,7 @@ class restoring(nullcontext[None]):  # noqa: N801  used like a function
         self._write(self._before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "setting"), [*[(own, setting) for setting in SETTINGS], (user, "determinism"), (user, "a function mode")]
 )
@@ -174,6 +176,7 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", INPUTS)
 def test_other_inputs_run_another_program(kind: str) -> None:
     remote = Loopback()
@@ -296,6 +299,7 @@ def test_torch_finds_the_backend_by_its_name() -> None:
     assert (name, EntryPoint(name=name, value=value, group="torch_dynamo_backends").load()) == ("backhaul", backend)
 
 
+@pytest.mark.slow
 def test_off_records_each_call() -> None:
     remote, block, x = Loopback(), block_like(), inputs()
     compiled = torch.compile(block, backend=backend)
@@ -317,6 +321,7 @@ def test_a_backward_that_is_differentiated_itself_is_that_of_a_recorded_segment(
     assert not differing(list(results[0]), list(results[2]))
 
 
+@pytest.mark.slow
 def test_only_so_many_kinds_of_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured_graph, "MAX_KINDS", 2)
     remote, block = Loopback(), block_like()

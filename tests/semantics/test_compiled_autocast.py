@@ -108,6 +108,7 @@ NOT_KNOWN = {  # and why, with graphs="eager"
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *OWN_CASES])
 def test_a_weight_used_more_than_once_by_known_programs(case: Case) -> None:
     remote = Loopback()
@@ -179,6 +180,7 @@ def test_compiling_keeps_the_casts_of_the_region() -> None:
     assert before is after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"cache_enabled": False}, {"dtype": torch.float16}])
 def test_training_with_a_scaler_and_micro_batches(options: dict[str, Any]) -> None:
     remote = Loopback()
@@ -230,6 +232,7 @@ def test_a_weight_that_changes_within_a_region_keeps_its_activations(session: Se
     assert segment.known == 2
 
 
+@pytest.mark.slow
 def test_blocks_that_train_on_two_workers(worker: WorkerProcess, own_worker: WorkerProcess) -> None:
     """In blocks of accumulation, too, where workers add up gradients."""
 

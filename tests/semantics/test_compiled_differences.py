@@ -151,6 +151,7 @@ def with_a_transform(x: Tensor) -> Tensor:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [with_torchs_checkpoint, with_a_transform])
 def test_a_graph_that_is_no_list_of_calls(function: Callable[[Tensor], Tensor]) -> None:
     x = inputs()
@@ -175,6 +176,7 @@ def test_a_compiled_function_may_take_a_gradient() -> None:
         assert torch.equal(Loopback().checkpoint(compiled, x), with_a_gradient(x))
 
 
+@pytest.mark.slow
 def test_a_compiled_function_may_run_backward() -> None:
     remote, block = Loopback(), block_like()
 

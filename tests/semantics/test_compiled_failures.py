@@ -86,6 +86,7 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
     assert not any(taken() for taken in remote.taken)
 
 
+@pytest.mark.slow
 def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     own_note = KnownCall.note_saved
     for stop in range(24):  # also in the middle of what one op saves

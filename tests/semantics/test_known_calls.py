@@ -1,5 +1,6 @@
 """A call of a known program notes what a recorded call would note, with fewer objects."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from support.loopback import Loopback
 pytestmark = MARKS
 
 
+@pytest.mark.slow
 def test_what_a_known_call_notes_is_what_a_recorded_one_notes() -> None:
     remote, block, memory = Loopback(), block_like(), torch.randn(2, 64, WIDTH, device=DEVICE)
     for _ in range(4):
