@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
+from backhaul._config import Check, Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
 from backhaul._forward.graphs import GraphTarget
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
@@ -43,6 +43,7 @@ def connect(
     durability: Durability | None = None,
     numerics: Numerics | None = None,
     graphs: GraphUse | None = None,
+    determinism_check: Check | None = None,
     device: str | None = None,
     allow: Sequence[str] | None = None,
     run: str | None = None,
@@ -75,6 +76,9 @@ def connect(
         graphs: Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`.
             "eager": also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can
             capture whole. "off": none. See docs/compiled.md.
+        determinism_check: What is compared before a gradient counts. "values": all that autograd saves in forward.
+            "bytes": also each result when it arrives. "outputs": only what a segment returns, if its program is known,
+            which takes less time. See docs/compiled.md.
         device: Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment.
             Until then the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if
             that was another.
@@ -110,6 +114,7 @@ def connect(
             durability=durability,
             numerics=numerics,
             graphs=graphs,
+            determinism_check=determinism_check,
             device=device,
             allow=allow,
             run=run,

@@ -33,6 +33,8 @@ RETURNS: tuple[Returns, ...] = get_args(Returns)
 Durability = Literal["lineage", "host", "none"]
 DURABILITIES: tuple[Durability, ...] = get_args(Durability)
 Boundaries = Literal["auto", "send", "derive"]
+Check = Literal["values", "bytes", "outputs"]
+CHECKS: tuple[Check, ...] = get_args(Check)
 Numerics = Literal["auto", "exact"]
 GraphUse = Literal["auto", "eager", "inductor", "off"]
 GRAPHS: tuple[GraphUse, ...] = get_args(GraphUse)
@@ -197,6 +199,11 @@ class Config(Settings):
     """Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`. "eager":
     also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can capture whole. "off":
     none. See docs/compiled.md."""
+
+    determinism_check: Check = setting("values")
+    """What is compared before a gradient counts. "values": all that autograd saves in forward. "bytes": also each
+    result when it arrives. "outputs": only what a segment returns, if its program is known, which takes less time. See
+    docs/compiled.md."""
 
     device: str = setting("", names_device)
     """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then

@@ -161,8 +161,8 @@ class Session:
             *args: Arguments of the function. Tensors among them must not be changed in place before backward.
             **kwargs: Keyword arguments of the function, and options of torch's checkpoint: `use_reentrant`,
                 `preserve_rng_state`, `context_fn`, `determinism_check`, `debug`, `early_stop` and
-                `respect_saved_tensors_hooks`. Further options are `returns`, `strict`, `durability` and `graphs`, which
-                default to those of the session.
+                `respect_saved_tensors_hooks`. Further options are `returns`, `strict`, `durability` and `graphs`. These
+                and `determinism_check` default to those of the session.
 
         Returns:
             The return value of the function.

@@ -84,7 +84,7 @@ def api(source: str) -> str:
 
 def _type_name(kind: Any) -> str:
     """A type as `_api.py` writes it."""
-    aliases = {getattr(_config, name): name for name in ("Returns", "Durability", "Numerics", "GraphUse")}
+    aliases = {getattr(_config, name): name for name in ("Returns", "Durability", "Numerics", "GraphUse", "Check")}
     if kind in aliases:
         return aliases[kind]
     return kind.__name__ if isinstance(kind, type) and not get_args(kind) else re.sub(r"[\w.]+\.", "", str(kind))

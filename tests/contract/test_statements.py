@@ -57,6 +57,8 @@ TESTS = {
         "semantics/test_api.py::test_each_determinism_check_gives_the_same_gradients",
         "semantics/test_api.py::test_bytes_sees_what_happens_to_a_tensor_after_it_has_arrived",
         "semantics/test_checks.py::test_other_values_are_not_let_through_whatever_the_determinism_check",
+        "semantics/test_compared_outputs.py::test_another_bit_in_what_the_worker_returns_is_found",
+        "semantics/test_compared_outputs.py::test_another_bit_that_no_output_shows",
     ],
     "**`early_stop`**": [
         "semantics/test_backward.py::test_early_stop_ends_with_the_last_save",

@@ -214,7 +214,7 @@ def test_two_thousand_flipped_bits_with_graphs() -> None:
     """Most calls are known: they send their segments before they run."""
     flips, outcomes = Flips(random.Random(0)), Outcomes()
     with WorkerProcess("--memory", "3GiB") as worker, torch._dynamo.config.patch(recompile_limit=64):
-        for check, shares_memory in itertools.product(("default", "bytes"), (False, True)):
+        for check, shares_memory in itertools.product(("default", "bytes", "outputs"), (False, True)):
             torch._dynamo.reset()
             with (
                 on_every_channel(flips.on_its_way),

@@ -114,7 +114,7 @@ def no_saved_tensor(answer: Any) -> None:
 
 
 def no_digest(answer: Any) -> None:
-    del answer.result.saved_digests[0]
+    del answer.result.digests[0]
 
 
 ACTIVATIONS = [

@@ -216,7 +216,7 @@ def test_a_source_may_be_named_by_the_tensor_that_comes_with_it(wire: Wire) -> N
         key.segment += 1
     key.segment = 2
     answers = wire.ask(recompute=segment_pb2.RecomputeRequest(key=key))
-    assert answers[-1].recompute.saved_digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
+    assert answers[-1].recompute.digests == [saved_digest(layout_of(x), content_digest(x, layout_of(x)))]
 
 
 def test_a_program_that_is_none_is_refused(wire: Wire) -> None:

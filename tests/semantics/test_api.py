@@ -28,7 +28,7 @@ TORCHS_OWN = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
 ]
-CHECKS = ["default", "none", "values", "bytes"]
+CHECKS = ["default", "none", "values", "bytes", "outputs"]
 
 
 @pytest.mark.parametrize("name", TORCHS_OWN)

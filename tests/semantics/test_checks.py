@@ -46,12 +46,12 @@ def mismatch(session: Session, fn: Step = unseen, **options: Any) -> Any:
 def test_fewer_or_more_tensors_on_recomputation(
     count: int, change: str, session: Session, returns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = vars(Replay)["saved_digests"].fget
+    digests = vars(Replay)["digests"].fget
     assert digests is not None
     changed = (
         (lambda replay: digests(replay)[:-1]) if change == "fewer" else (lambda replay: [*digests(replay), b"more"])
     )
-    monkeypatch.setattr(Replay, "saved_digests", property(changed))
+    monkeypatch.setattr(Replay, "digests", property(changed))
     session.close()  # the trainer recomputes
     error = mismatch(session, lambda x: x.sin().sin().exp(), returns=returns)
     assert (error.saved_forward, error.saved_recomputed) == (3, count)

@@ -18,15 +18,17 @@ from support.bits import differing, plainly, seed_generators
 from support.compiled import MARKS, WIDTH, block_like, inputs, own, reported, step
 from support.loopback import Loopback
 
-pytestmark = MARKS
+pytestmark = [*MARKS, pytest.mark.parametrize("check", ["values", "outputs"])]
 
 
-def test_with_saved_tensors_that_differ_the_rest_stays_on_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_saved_tensors_that_differ_the_rest_stays_on_the_trainer(
+    check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_note = KnownCall.note_saved
     for stop in range(6):
         remote, block, x = Loopback(), block_like(), inputs()
         for _ in range(2):
-            assert not differing(step(plainly, block, x), step(own(remote), block, x))
+            assert not differing(step(plainly, block, x), step(own(remote, determinism_check=check), block, x))
 
         def note_saved(call: KnownCall, tensor: Tensor, stop: int = stop) -> int:
             if len(call.recording.saved) == stop:
@@ -34,15 +36,15 @@ def test_with_saved_tensors_that_differ_the_rest_stays_on_the_trainer(monkeypatc
             return own_note(call, tensor)
 
         monkeypatch.setattr(KnownCall, "note_saved", note_saved)
-        assert not differing(step(plainly, block, x, 1), step(own(remote), block, x, 1))
+        assert not differing(step(plainly, block, x, 1), step(own(remote, determinism_check=check), block, x, 1))
         monkeypatch.undo()
         assert reported(remote).reasons == {CHANGED: 2}
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_lost_worker_leaves_the_gradients_as_they_are(strict: bool) -> None:
+def test_a_lost_worker_leaves_the_gradients_as_they_are(check: str, strict: bool) -> None:
     remote, block, x = Loopback(), block_like(), inputs()
-    checkpoint = functools.partial(own(remote), strict=strict)
+    checkpoint = functools.partial(own(remote, determinism_check=check), strict=strict)
     step(checkpoint, block, x)
     block.zero_grad()
     seed_generators(1)
@@ -61,10 +63,10 @@ def test_a_lost_worker_leaves_the_gradients_as_they_are(strict: bool) -> None:
     assert not differing([x.grad, *(parameter.grad for parameter in block.parameters())], gradients)
 
 
-def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
+def test_a_segment_of_a_known_program_keeps_no_activation(check: str) -> None:
     remote, block, x = Loopback(), block_like(), inputs(64, 3, WIDTH) * 1
     for _ in range(3):
-        own(remote)(block, x)
+        own(remote, determinism_check=check)(block, x)
     alive: list[weakref.ref[Tensor]] = []
 
     def note(call: KnownCall, tensor: Tensor) -> int:
@@ -76,7 +78,7 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
     own_note = KnownCall.note_saved
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KnownCall, "note_saved", note)
-        y = own(remote)(block, x)
+        y = own(remote, determinism_check=check)(block, x)
     assert alive
     assert not any(reference() is not None for reference in alive)
     assert remote.taken[-1]() is not None
@@ -87,12 +89,14 @@ def test_a_segment_of_a_known_program_keeps_no_activation() -> None:
 
 
 @pytest.mark.slow
-def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(
+    check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own_note = KnownCall.note_saved
     for stop in range(24):  # also in the middle of what one op saves
         remote, block, x = Loopback(), block_like(), inputs()
         for _ in range(2):
-            step(own(remote), block, x)
+            step(own(remote, determinism_check=check), block, x)
 
         def note_saved(call: KnownCall, tensor: Tensor, stop: int = stop) -> int:
             position = own_note(call, tensor)
@@ -102,7 +106,9 @@ def test_a_saved_tensor_that_cannot_be_noted_leaves_the_gradients_as_they_are(mo
 
         with monkeypatch.context() as patch:
             patch.setattr(KnownCall, "note_saved", note_saved)
-            assert not differing(step(plainly, block, x, 1), step(own(remote), block, x, 1)), stop
+            assert not differing(step(plainly, block, x, 1), step(own(remote, determinism_check=check), block, x, 1)), (
+                stop
+            )
 
 
 class InjectedError(Exception):
@@ -125,13 +131,13 @@ STEPS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("step_name", STEPS)
 def test_an_error_of_our_own_leaves_the_gradients_as_they_are(
-    step_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    check: str, step_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote, block, x = Loopback(), block_like(), inputs()
     owner, name = STEPS[step_name]
     if step_name != "learn from a call":
         for _ in range(2):
-            step(own(remote), block, x)
+            step(own(remote, determinism_check=check), block, x)
     original, calls = getattr(owner, name), 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -144,6 +150,6 @@ def test_an_error_of_our_own_leaves_the_gradients_as_they_are(
     monkeypatch.setattr(errors, "_logged", set())
     monkeypatch.setattr(owner, name, failing)
     for seed in range(4):
-        assert not differing(step(plainly, block, x, seed), step(own(remote), block, x, seed))
+        assert not differing(step(plainly, block, x, seed), step(own(remote, determinism_check=check), block, x, seed))
     assert calls
     assert "InjectedError" in caplog.text

@@ -149,11 +149,11 @@ class Altered:
 
     def backward(self, *given: Any, **options: Any) -> Any:
         answer = self._segment.backward(*given, **options)
-        return answer._replace(saved=Recomputed([bytes(16), *answer.saved.digests[1:]]))
+        return answer._replace(compared=Recomputed([bytes(16), *answer.compared.digests[1:]]))
 
     def recompute(self, positions: Any) -> Any:
         incoming = self._segment.recompute(positions)
-        incoming.saved = Recomputed([bytes(16), *incoming.saved.digests[1:]])
+        incoming.compared = Recomputed([bytes(16), *incoming.compared.digests[1:]])
         return incoming
 
 

@@ -46,9 +46,9 @@ class Block(nn.Module):
         return out
 
 
-def own(remote: Loopback) -> Checkpoint:
+def own(remote: Loopback, **options: Any) -> Checkpoint:
     """Backhaul compiles."""
-    return functools.partial(remote.checkpoint, graphs="eager")
+    return functools.partial(remote.checkpoint, graphs="eager", **options)
 
 
 def user(remote: Loopback) -> Checkpoint:

@@ -81,7 +81,7 @@ class LoopbackSegment:
         )
         result = segment_pb2.BackwardResult(contributions=encode_contributions(execution_result))
         tensors = [copy_exact(outgoing.tensor) for outgoing in execution_result.bundle.tensors]
-        saved = Recomputed(execution_result.saved_digests, execution_result.saved_projections)
+        saved = Recomputed(execution_result.digests, execution_result.saved_projections)
         return RemoteAnswer(saved, contributions_in(result, tensors, due, summed, may_stay), {}, lambda _: set(), 0.0)
 
     def recompute(self, wanted: Mapping[int, Layout]) -> "LoopbackTensors":
@@ -91,7 +91,7 @@ class LoopbackSegment:
         )
         for position, tensor in tensors.items():
             check_saved(position, tensor, wanted[position])
-        return LoopbackTensors(Recomputed(execution_result.saved_digests, execution_result.saved_projections), tensors)
+        return LoopbackTensors(Recomputed(execution_result.digests, execution_result.saved_projections), tensors)
 
     def drifted(self, drift: float) -> None:
         pass
@@ -172,7 +172,13 @@ class Loopback:
             functions.note(program, partial(compile_program, device=torch.empty(0, device=DEVICE).device))
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
-        inputs = SegmentInputs(program, values, list(recording.generator_states), self.has_recorded_choices)
+        inputs = SegmentInputs(
+            program,
+            values,
+            list(recording.generator_states),
+            self.has_recorded_choices,
+            recording.returned is not None,
+        )
         self.taken.append(weakref.ref(taken := LoopbackSegment(inputs, self)))
         return taken, segment.program
 

@@ -264,7 +264,7 @@ class Frame:
                 upcoming,
                 checks_bytes=checks_bytes,
             )
-            self._check(remote, answer.saved)
+            self._check(remote, answer.compared)
         names.proven.update(self.program.functions)
         return RemoteGradients(answer.contributions, answer.commit(round_number), answer.stored, answer.took_s)
 
@@ -391,7 +391,7 @@ class Frame:
                     self._incoming = self.remote.recompute(
                         {index: self.call.recording.saved[index].layout for index in positions}
                     )
-                    self._check(self.remote, self._incoming.saved)
+                    self._check(self.remote, self._incoming.compared)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -419,7 +419,7 @@ class Frame:
         tensor = incoming.take(index)
         if self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined:
             layout = layout_of(tensor)
-            if saved_digest(layout, content_digest(tensor, layout)) != incoming.saved.digests[index]:
+            if saved_digest(layout, content_digest(tensor, layout)) != incoming.compared.digests[index]:
                 raise TransferError(
                     f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
                 )
@@ -429,7 +429,8 @@ class Frame:
         return tensor
 
     def _check(self, remote: RemoteSegment, saved: Recomputed) -> None:
-        drift = check_recomputed(self.call.name, self.call.recording.saved, saved)
+        assert self.program is not None
+        drift = check_recomputed(self.call.name, self.call.recording.compared(self.program), saved)
         if drift:
             self.call.log.drift(drift)
             remote.drifted(drift)

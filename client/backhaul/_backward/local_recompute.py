@@ -104,12 +104,13 @@ def replay_here(
             context=context,
             trace=trace,
             known=reused,
+            compares_outputs=recording.returned is not None,
         )
         for source, value, version in zip(recording.sources, values, versions, strict=True):
             if reused is not None and not source.is_copy and version_of(value) != version:  # by another thread
                 raise _stale(name, source)
         try:
-            check_values(name, _WHERE, recording.saved[: program.saved_count], replay.saved_digests)
+            check_values(name, _WHERE, recording.compared(program), replay.digests)
         except CheckpointError as error:
             if aids.trace is None or trace is None:
                 raise
@@ -223,7 +224,8 @@ def saved_before(name: str, so_far: Program, recording: Recording, position: int
     values = [source.value for source in recording.sources]
     with _ours(recording):
         replay = Replay(so_far, values, recording.generator_states, keep_saved=True, is_own=True)
-        check_digests(name, _WHERE, recording.saved, {position: replay.saved_digests[position]})
+        if recording.returned is None:  # else forward has not returned yet, so there is nothing to compare
+            check_digests(name, _WHERE, recording.saved, {position: replay.digests[position]})
         return replay.saved(position).unpack()
 
 

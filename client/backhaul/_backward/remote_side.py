@@ -26,7 +26,7 @@ class RemoteAnswer(NamedTuple):
     """The answer of a worker to a backward.
 
     Attributes:
-        saved: The digests of what the replay saved.
+        compared: The digests of what the replay saved, or of what it returned.
         contributions: The contributions, in order. Those that were not sent are None.
         stored: The gradients of sources that the worker stores for the backwards of predecessors, by source.
         commit: Call it once the value check has passed, with the number of the block's round. Returns the sources whose
@@ -35,7 +35,7 @@ class RemoteAnswer(NamedTuple):
             starts from, and the worker does not take that time.
     """
 
-    saved: Recomputed
+    compared: Recomputed
     contributions: list[Contribution]
     stored: Mapping[int, StoredGradient]
     commit: Callable[[int], set[int]]
@@ -82,7 +82,7 @@ class RemoteSegment(Protocol):
 class SavedTensorStream(Protocol):
     """Saved tensors that arrive from a worker. Its methods raise the errors of `RemoteSegment`."""
 
-    saved: Recomputed
+    compared: Recomputed
 
     def take(self, position: int) -> Tensor:
         """Returns a requested tensor, once."""

@@ -1,4 +1,7 @@
-"""The value check: no gradient counts before every tensor that autograd saved was recomputed with the same bits."""
+"""The value check: no gradient counts before a recomputation has given the bits of forward.
+
+What is compared is all that autograd saved, or what the segment returned: see `Recording.compared`.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,10 +25,10 @@ class CheckpointError(ValueCheckError, torch.utils.checkpoint.CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """The saved tensors of a worker's replay.
+    """The tensors of a worker's replay that are compared: what autograd saved, or what the program returns.
 
     Attributes:
-        digests: The digests of the saved tensors, in order.
+        digests: The digests of these tensors, in order.
         projections: The random projections of the saved tensors, if the worker computes other bits than this trainer;
             else empty.
     """
@@ -35,12 +38,12 @@ class Recomputed:
 
 
 def check_recomputed(name: str, saved: Sequence[SavedTensor], recomputed: Recomputed) -> float:
-    """Compares forward's saved tensors with those of a worker: bit by bit, or within tolerances for other hardware.
+    """Compares tensors of forward with those of a worker: bit by bit, or within tolerances for other hardware.
 
     Args:
         name: The name of the segment, for messages.
-        saved: The tensors that autograd saved in forward.
-        recomputed: The saved tensors of the worker's replay.
+        saved: The tensors of forward that are compared.
+        recomputed: Those of the worker's replay.
 
     Returns:
         The drift; 0 if all bits are equal.
@@ -80,12 +83,12 @@ def check_values(
     saved: Sequence[SavedTensor],
     digests: Sequence[bytes],
 ) -> None:
-    """Compares forward's saved tensors with those of a recomputation.
+    """Compares tensors of forward with those of a recomputation.
 
     Args:
         name: The name of the segment, for messages.
         where: Where the recomputation ran, for the message.
-        saved: The tensors that autograd saved in forward.
+        saved: The tensors of forward that are compared.
         digests: The digests of the recomputed tensors, in order.
 
     Raises:
@@ -96,11 +99,12 @@ def check_values(
 
 
 def check_count(name: str, where: str, saved: Sequence[SavedTensor], count: int) -> None:
-    """Raises CheckpointError if a recomputation saved more or fewer tensors than forward."""
+    """Raises CheckpointError if a recomputation has more or fewer tensors to compare than forward."""
     if count != len(saved):
+        verb = "returned" if any(one.is_returned for one in saved) else "saved"
         raise CheckpointError(
-            f"segment {name}: forward saved {len(saved)} tensors for backward, recomputation {where} saved {count}. "
-            "Please report it with the function: the same ops ran both times",
+            f"segment {name}: forward {verb} {len(saved)} tensors, recomputation {where} {verb} {count}. Please report "
+            "it with the function: the same ops ran both times",
             segment=name,
             saved_forward=len(saved),
             saved_recomputed=count,
@@ -130,13 +134,13 @@ def check_digests(
     Args:
         name: The name of the segment, for messages.
         where: Where the recomputation ran, for the message.
-        saved: The tensors that autograd saved in forward.
+        saved: The tensors of forward.
         digests: The digests of the recomputed tensors, by position.
     """
     different = [i for i, digest in digests.items() if not digest or digest != saved[i].digest]
     if different:
         lines = [
-            f"  tensor {index}, saved by {saved[index].op or 'a custom function'}: forward "
+            f"  tensor {index}, {_origin(saved[index])}: forward "
             f"{_shown(saved[index].layout, saved[index].digest)}, recomputed "
             f"{_shown(saved[index].layout, digests[index])}"
             for index in different[:_SHOWN]
@@ -149,6 +153,10 @@ def check_digests(
             segment=name,
             positions=different,
         )
+
+
+def _origin(saved: SavedTensor) -> str:
+    return "returned" if saved.is_returned else f"saved by {saved.op or 'a custom function'}"
 
 
 def _shown(layout: Layout, digest: bytes) -> str:

@@ -243,7 +243,7 @@ class Dispatcher:
             for source, tensor in zip(recording.sources, tensors, strict=True)
         ]
         save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
-        save.wants_projections = bool(mismatch)
+        save.wants_projections, save.compares_outputs = bool(mismatch), recording.returned is not None
         save.superseded = superseded
         earlier = site.forward
         site.forward = forward = earlier if forward is None else forward

@@ -55,7 +55,13 @@ class BegunKnownCall:
         self._sources = [inputs[position] for position in known.inputs]
         with DisableTorchDispatch():
             self._known = KnownCall(
-                known, self._sources, segment.layouts, self._arguments, dispatcher.copies.copy_of, dispatcher.fixed
+                known,
+                self._sources,
+                segment.layouts,
+                self._arguments,
+                dispatcher.copies.copy_of,
+                dispatcher.fixed,
+                compares_outputs=options.compares_outputs,
             )
         recording = self._known.recording
         self.call = CheckpointedCall(
@@ -127,6 +133,7 @@ class BegunKnownCall:
             raise Refusal(call.recording.refusal)
         if pattern_of(returned, self._inputs) != segment.returned:
             raise Refusal("it returned the same tensors at other places than the recorded call of the same kind")
+        self._known.note_returned(outputs)
         graph, casts = segment.uses.of_call(outputs, self._sources, self._first_sequence)
         lineage = lineage_of(self._dispatcher, call, self._program)
         note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)
@@ -154,10 +161,14 @@ class BegunKnownCall:
         )
 
     def _kept_here(self, refusal: Refusal) -> Frame:
-        """Returns the frame of a call whose graph stays. The trainer recomputes what the program has saved so far."""
+        """Returns the frame of a call whose graph stays. The trainer recomputes what the program has saved so far.
+
+        It runs the whole program if the outputs show whether its bits are those of forward.
+        """
         self.call.check_strict(refusal.reason, refusal.cause)
         self.call.log.fallback(refusal.reason)
-        self._remote, self._program, self._local_reason = None, self._so_far(), refusal.reason
+        program = self._segment.known.program if self.call.recording.returned else self._so_far()
+        self._remote, self._program, self._local_reason = None, program, refusal.reason
         del self.call.recording.generator_states[self._program.draws :]
         for position in range(len(self.call.recording.saved)):
             self.table.hold(position)

@@ -10,9 +10,10 @@ from typing import Any, Self
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from backhaul._config import DURABILITIES, GRAPHS, RETURNS, Config, Durability, GraphUse, Returns
+from backhaul._config import CHECKS, DURABILITIES, GRAPHS, RETURNS, Config, Durability, GraphUse, Returns
 
-DETERMINISM_CHECKS = ("default", "none", "values", "bytes")
+DETERMINISM_CHECKS = ("default", "none", *CHECKS)
+"""Torch has the first two of these, which here stand for the check of the session."""
 _TORCHS_OF_ANY_VERSION = frozenset(
     {
         "use_reentrant",
@@ -50,6 +51,7 @@ class Options:
         preserve_rng_state: Reject a device whose generator could not be read before the call.
         contexts: Returns the contexts of the call and of its recomputation; None for none.
         checks_bytes: Compute digests of everything that a worker returns.
+        compares_outputs: Compare only what calls of known programs return, not what autograd saves in them.
         debug: Note every op, for the message of a mismatch.
         early_stop: End a recomputation after the last saved tensor.
         respects_hooks: Pass what a policy keeps through the saved-tensor hooks around the call.
@@ -63,6 +65,7 @@ class Options:
     preserve_rng_state: bool = True
     contexts: Contexts | None = None
     checks_bytes: bool = False
+    compares_outputs: bool = False
     debug: bool = False
     early_stop: bool = True
     respects_hooks: bool = True
@@ -92,7 +95,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     use_reentrant = bool(given.get("use_reentrant"))
     context_fn = given.get("context_fn", noop_context_fn)
     debug = given.get("debug", False)
-    determinism_check = given.get("determinism_check", "values")
+    determinism_check = given.get("determinism_check", "default")
     early_stop = given.get("early_stop", True)
     preserve_rng_state = given.get("preserve_rng_state", True)
     respects_hooks = given.get("respect_saved_tensors_hooks")
@@ -111,6 +114,7 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
     # A misspelt value would silently mean another one.
     if determinism_check not in DETERMINISM_CHECKS:
         raise ValueError(f"determinism_check should be one of {list(DETERMINISM_CHECKS)}, but got {determinism_check}")
+    check = determinism_check if determinism_check in CHECKS else config.determinism_check
     if returns not in RETURNS:
         raise ValueError(f"returns={returns!r} is not one of {', '.join(map(repr, RETURNS))}")
     if graphs not in GRAPHS:
@@ -132,7 +136,8 @@ def options_of(config: Config, kwargs: dict[str, Any], names: frozenset[str] = N
         use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
         contexts=context_fn if has_contexts else None,
-        checks_bytes=determinism_check == "bytes",
+        checks_bytes=check == "bytes",
+        compares_outputs=check == "outputs",
         debug=debug,
         early_stop=early_stop,
         respects_hooks=respects_hooks is not False,

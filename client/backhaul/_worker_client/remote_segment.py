@@ -40,7 +40,7 @@ SHORT_BYTES = CHUNK_BYTES // 2
 
 
 def _recomputed(result: "segment_pb2.BackwardResult | segment_pb2.RecomputeResult") -> Recomputed:
-    return Recomputed(list(result.saved_digests), [list(projection.numbers) for projection in result.saved_projections])
+    return Recomputed(list(result.digests), [list(projection.numbers) for projection in result.saved_projections])
 
 
 class SavedTensors:
@@ -55,7 +55,7 @@ class SavedTensors:
         uploader: The uploader of the segment's worker.
 
     Attributes:
-        saved: The digests of everything that autograd saved in the worker's replay.
+        compared: The digests of what the worker's replay saved, or of what it returned.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SavedTensors:
         on_close: Callable[[], None],
         uploader: Uploader,
     ) -> None:
-        self.saved = _recomputed(result)
+        self.compared = _recomputed(result)
         self._stream = stream
         self._views = dict(views)
         self._layouts = layouts

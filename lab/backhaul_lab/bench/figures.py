@@ -83,6 +83,7 @@ FIGURES = (
         "small", "small_trainable_vs_torch", 1.0, "step of 64 tokens, all trainable, same host / torch's checkpoint"
     ),
     _at_most("graphs", "graph_added", 0.12, "added to forward by a block that is known / by a recorded one, width 64"),
+    _at_most("graphs", "graph_added_outputs", 0.07, 'the same with determinism_check="outputs"'),
     _at_most("small_frozen", "small_frozen_graphs", 0.90, 'small_frozen_vs_torch with graphs="eager"'),
     _at_most("small", "small_trainable_graphs", 0.90, 'small_trainable_vs_torch with graphs="eager"'),
     _at_most("deferred", "defer_equal_graphs", 0.60, 'defer_equal with graphs="eager"'),

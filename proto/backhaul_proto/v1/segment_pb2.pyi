@@ -264,6 +264,7 @@ class SaveRequest(_message.Message):
     GENERATOR_STATES_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     WANTS_PROJECTIONS_FIELD_NUMBER: _builtins.int
+    COMPARES_OUTPUTS_FIELD_NUMBER: _builtins.int
     PREDECESSORS_FIELD_NUMBER: _builtins.int
     PREDICTED_FIELD_NUMBER: _builtins.int
     SUPERSEDED_FIELD_NUMBER: _builtins.int
@@ -273,6 +274,8 @@ class SaveRequest(_message.Message):
     """For people: what was called."""
     wants_projections: _builtins.bool
     """Projection what autograd saves, for a trainer whose arithmetic is another."""
+    compares_outputs: _builtins.bool
+    """Answer with digests of what the program returns, instead of what autograd saves: the trainer has no others."""
     predicted: _builtins.bool
     """Sent before the call runs, as the last one from there was. The next save of this segment confirms it or replaces it.
     Only the first of the generator states is known then; those that follow are empty.
@@ -313,6 +316,7 @@ class SaveRequest(_message.Message):
         generator_states: _abc.Iterable[_builtins.bytes] | None = ...,
         name: _builtins.str = ...,
         wants_projections: _builtins.bool = ...,
+        compares_outputs: _builtins.bool = ...,
         predecessors: _abc.Iterable[Global___Predecessor] | None = ...,
         predicted: _builtins.bool = ...,
         superseded: _abc.Iterable[_builtins.bytes] | None = ...,
@@ -320,7 +324,7 @@ class SaveRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "transient_sources", b"transient_sources", "wants_projections", b"wants_projections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_release", b"after_release", "compares_outputs", b"compares_outputs", "generator_states", b"generator_states", "key", b"key", "name", b"name", "predecessors", b"predecessors", "predicted", b"predicted", "program", b"program", "sources", b"sources", "superseded", b"superseded", "transient_sources", b"transient_sources", "wants_projections", b"wants_projections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -651,13 +655,13 @@ Global___ViewSpec: _TypeAlias = ViewSpec  # noqa: Y015
 class RecomputeResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     SAVED_PROJECTIONS_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16 bytes each, in the order autograd saved: what the replay computed."""
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each, in order: of what autograd saved in the replay, or of what the program returned, see SaveRequest."""
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___View]: ...
@@ -670,14 +674,14 @@ class RecomputeResult(_message.Message):
     def __init__(
         self,
         *,
-        saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
         views: _abc.Iterable[Global___View] | None = ...,
         saved_projections: _abc.Iterable[Global___Projection] | None = ...,
         timing: Global___Timing | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["saved_digests", b"saved_digests", "saved_projections", b"saved_projections", "timing", b"timing", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "saved_projections", b"saved_projections", "timing", b"timing", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -711,7 +715,7 @@ Global___Projection: _TypeAlias = Projection  # noqa: Y015
 class BackwardResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAVED_DIGESTS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     CONTRIBUTIONS_FIELD_NUMBER: _builtins.int
     TENSOR_DIGESTS_FIELD_NUMBER: _builtins.int
     SAVED_PROJECTIONS_FIELD_NUMBER: _builtins.int
@@ -719,8 +723,8 @@ class BackwardResult(_message.Message):
     CHAINED_GRADIENTS_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def saved_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """16 bytes each, in the order autograd saved: what the replay computed."""
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """16 bytes each, in order: of what autograd saved in the replay, or of what the program returned, see SaveRequest."""
 
     @_builtins.property
     def contributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Contribution]:
@@ -747,7 +751,7 @@ class BackwardResult(_message.Message):
     def __init__(
         self,
         *,
-        saved_digests: _abc.Iterable[_builtins.bytes] | None = ...,
+        digests: _abc.Iterable[_builtins.bytes] | None = ...,
         contributions: _abc.Iterable[Global___Contribution] | None = ...,
         tensor_digests: _abc.Iterable[_builtins.bytes] | None = ...,
         saved_projections: _abc.Iterable[Global___Projection] | None = ...,
@@ -757,7 +761,7 @@ class BackwardResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "goes_on", b"goes_on", "saved_digests", b"saved_digests", "saved_projections", b"saved_projections", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "digests", b"digests", "goes_on", b"goes_on", "saved_projections", b"saved_projections", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

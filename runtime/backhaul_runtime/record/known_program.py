@@ -13,6 +13,9 @@ NOTE [Known programs]
    error in the rules above explains, that call keeps the rest of its activations. The nodes before it have run as
    recorded.
 5. Values are taken anew in each call: the digests of its sources and of what it saves, and the generator's state.
+6. If only outputs are compared, what the call saves has no digests, except where it lies in a source, which others may
+   write to while backward runs. A call that ends early by Rule 4 then has nothing that shows whether the trainer's own
+   recomputation of its beginning has forward's bits.
 """
 
 from collections import Counter
@@ -34,7 +37,7 @@ from backhaul_runtime.record.recording import RecordedSource, Recording, SavedTe
 from backhaul_runtime.record.sources import MakeCopy, note_write, recorded_source
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
 from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
-from backhaul_runtime.tensors.layout import Layout
+from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
 from backhaul_runtime.torch_internals.generators import default_generator
@@ -221,7 +224,7 @@ class KnownSaves(Sequence[SavedTensor]):
         sources: The sources of the call.
 
     Attributes:
-        contents: The digests of the contents of the tensors that it has saved so far.
+        contents: The digests of the contents of the tensors that it has saved so far; empty where none was taken.
     """
 
     def __init__(self, expected: Sequence[KnownSave], sources: Sequence[RecordedSource]) -> None:
@@ -239,7 +242,8 @@ class KnownSaves(Sequence[SavedTensor]):
         known, layout, offset = expected.saved, expected.saved.layout, expected.saved.offset
         if known.source >= 0:  # which may lie elsewhere in its storage than in the recorded call
             offset = (_offset_bytes(self._sources[known.source]) + expected.start_bytes) // layout.dtype.itemsize
-        noted = digest_of(saved_digest, layout, self.contents[position])
+        content = self.contents[position]
+        noted = digest_of(saved_digest, layout, content) if content else b""
         return SavedTensor(noted, known.op, layout, known.source, offset, known.is_undefined)
 
 
@@ -253,6 +257,7 @@ class KnownCall:
         arguments: Those of the inputs that the caller may change, so that copies are made.
         make_copy: Makes the copies of them.
         fixed: Digests of parameters that do not change during the call; None to compute all digests.
+        compares_outputs: Whether only outputs are compared with a recomputation (Rule 6).
 
     Raises:
         Refusal: Autocast would not cast one of the inputs anew.
@@ -269,10 +274,15 @@ class KnownCall:
         arguments: Sequence[Tensor],
         make_copy: MakeCopy,
         fixed: FixedDigests | None,
+        *,
+        compares_outputs: bool,
     ) -> None:
+        self._takes_none = compares_outputs
         self.recording = Recording(
             computes_on_host=known.computes_on_host, accelerators=dict.fromkeys(known.accelerators)
         )
+        if compares_outputs:
+            self.recording.returned = []
         self.recording.saved = saved = KnownSaves(known.saves, self.recording.sources)
         self._saved = saved.contents
         self._known, self._digests = known, ContentDigests()
@@ -321,6 +331,8 @@ class KnownCall:
             raise Refusal(CHANGED)
         if whole_source >= 0:
             content = self._contents[whole_source]
+        elif self._takes_none and known.source < 0:
+            content = b""
         elif known.is_undefined:
             content = UNDEFINED_CONTENT
         elif layout.is_dense_on_host:
@@ -332,6 +344,15 @@ class KnownCall:
             self._node, self._of_this_node = node, []
         self._of_this_node.append(tensor)
         return position
+
+    def note_returned(self, outputs: Sequence[Tensor]) -> None:
+        """Records the outputs of the program, once the call has ended, if these are compared."""
+        if (returned := self.recording.returned) is None:
+            return
+        for output in outputs:
+            layout = layout_of(output)
+            noted = digest_of(saved_digest, layout, self._digests.take(output, layout))
+            returned.append(SavedTensor(noted, "", layout, -1, 0, is_returned=True))
 
     def end(self) -> Sequence[Tensor]:
         """Ends the call. If it has saved too few tensors, what counts as recorded ends before the node that saved last.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
+from backhaul_runtime.program.program import Program
 from backhaul_runtime.tensors.deferred_digest import Digest, read
 from backhaul_runtime.tensors.layout import Layout
 
@@ -72,11 +73,11 @@ class RecordedSource:
 
 @dataclass(slots=True)
 class SavedTensor:
-    """The properties of a saved tensor that the trainer keeps. They do not change once the op has run.
+    """The properties of a saved or returned tensor that the trainer keeps. They do not change once the op has run.
 
     Attributes:
         noted: The `digest`, possibly still on an accelerator.
-        op: Name of the op that saved the tensor.
+        op: Name of the op that saved the tensor; for a tensor that the call has returned, empty.
         layout: The layout of the tensor when it was saved.
         source: Index of the source whose storage the tensor lies in, -1 if it lies in no source.
         offset: The tensor's offset in its storage, in elements.
@@ -84,6 +85,7 @@ class SavedTensor:
             that the op read if the op is one of UNDEFINED_SAVES.
         projection: The random projection of its values; if `is_undefined`, that of the tensors that the op read, or
             zeros. Empty if a replay must give equal bits.
+        is_returned: Whether the call has returned the tensor, and autograd has not saved it.
     """
 
     noted: Digest
@@ -93,10 +95,13 @@ class SavedTensor:
     offset: int
     is_undefined: bool = False
     projection: tuple[float, ...] = ()
+    is_returned: bool = False
 
     @property
     def digest(self) -> bytes:
         """The digest of the tensor's layout and values, but see `is_undefined`. Empty for a tensor without bytes.
+
+        It is also empty for a saved tensor if only what the call returns is compared, unless it lies in a source.
 
         Waits for an accelerator, so forward must not read it.
         """
@@ -112,6 +117,8 @@ class Recording:
         failure: The unexpected exception behind the refusal, without its traceback; None if there was none.
         sources: The tensors from outside that ops read or wrote, and recorded choices, in the order of first use.
         saved: The tensors that autograd saved, in order. Whoever makes the recording adds them.
+        returned: The outputs of the program, once the call has ended, if only these are compared with a recomputation.
+            None if the saved tensors are.
         generator_states: The generator state before each node that draws.
         continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
@@ -125,6 +132,7 @@ class Recording:
     failure: Exception | None = None
     sources: list[RecordedSource] = field(default_factory=list)
     saved: Sequence[SavedTensor] = ()
+    returned: list[SavedTensor] | None = None
     generator_states: list[bytes] = field(default_factory=list)
     continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False
@@ -132,6 +140,12 @@ class Recording:
     computes_on_host: bool = False
     accelerators: dict[torch.device, None] = field(default_factory=dict)
     identities: dict[str, str] = field(default_factory=dict)
+
+    def compared(self, program: Program) -> Sequence[SavedTensor]:
+        """Returns the tensors that a run of the call's program, or of its beginning, must compute with equal bits."""
+        if self.returned is not None:
+            return self.returned[: len(program.outputs)]
+        return self.saved[: program.saved_count]
 
     def refuse(self, reason: str) -> None:
         """Sets the reason why the call can't be a program. If one is set already, it stays."""

@@ -48,9 +48,9 @@ from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
-from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
-from backhaul_runtime.tensors.digest import read_digest
-from backhaul_runtime.tensors.layout import copy_exact, with_memory
+from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, KnownDigests, digest_of, read
+from backhaul_runtime.tensors.digest import read_digest, saved_digest
+from backhaul_runtime.tensors.layout import copy_exact, layout_of, with_memory
 from backhaul_runtime.tensors.random_projection import read_projections, unread_projections
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
@@ -114,6 +114,7 @@ class Replay:
             ends the execution and propagates.
         watched: Positions of outputs of which the last node that writes to them is noted.
         known: Digests of sources from previous replays; None to compute all digests.
+        compares_outputs: Whether `digests` are those of the outputs, and none of saved tensors are computed.
 
     Attributes:
         drawn_from: The generator states before all draws so far, whether they were given or not.
@@ -142,6 +143,7 @@ class Replay:
         check: Callable[[], None] | None = None,
         watched: Collection[int] = (),
         known: KnownDigests | None = None,
+        compares_outputs: bool = False,
     ) -> None:
         # A client sends all three, and what follows pairs them.
         if len(sources) != len(program.sources) or len(generator_states) != program.draws:
@@ -176,7 +178,13 @@ class Replay:
         # The digest of one that is written to belongs to its copy, which is another one in each replay.
         stored = [tensor for source, tensor in zip(program.sources, sources, strict=True) if not source.is_written]
         contents = ContentDigests(known, stored if known is not None else ())
-        self._packing = SavedTensorPacker(keep_saved, contents, self._lent if wants_projections else None, meter)
+        self._packing = SavedTensorPacker(
+            keep_saved,
+            contents,
+            self._lent if wants_projections else None,
+            meter,
+            compares_saved=not compares_outputs,
+        )
         self._custom = CustomExecution(program, self._packing, self._lent, is_own=is_own)
         # Read before the execution: if the program writes into a source, the source has another history afterwards.
         self._targets: dict[Target, int] = {
@@ -202,14 +210,24 @@ class Replay:
         self._custom.check_identities()
         for position, made in self._cut.items():
             self._outputs[position] = made
+        self._digests: Sequence[Digest] = self._packing.digests
+        if compares_outputs:
+            layouts = map(layout_of, self._outputs)
+            self._digests = [
+                digest_of(saved_digest, layout, contents.take(output, layout))
+                for output, layout in zip(self._outputs, layouts, strict=True)
+            ]
         if program.casts:
             self._targets |= self._casts(has_history=histories is not None)
         self.footprint: Footprint | None = meter.footprint(self._outputs) if meter is not None else None
 
     @property
-    def saved_digests(self) -> list[bytes]:
-        """The digests of all saved tensors, in order; see `recording.SavedTensor`. Waits for an accelerator."""
-        return list(map(read, self._packing.digests))
+    def digests(self) -> list[bytes]:
+        """The digests of all saved tensors, in order, or of all outputs; see `recording.SavedTensor`.
+
+        Waits for an accelerator.
+        """
+        return list(map(read, self._digests))
 
     @property
     def saved_projections(self) -> list[tuple[float, ...]]:

@@ -53,9 +53,10 @@ class SavedTensorPacker:
         contents: Computes the digests of tensors' contents.
         fixed: Keys of the storages of sources that are not written to; None if no random projections are needed.
         meter: Measures the replay's footprint; None if it is not measured.
+        compares_saved: Whether to compute the digests of saved tensors.
 
     Attributes:
-        digests: The digest of each saved tensor, in order; possibly still on an accelerator.
+        digests: The digest of each saved tensor, in order, if they are compared; possibly still on an accelerator.
         tensors: The saved tensors, in order; empty unless `keep_saved` is set.
         op: Name of the op that runs. The replay sets it before each op.
         reads: Digest of all tensors that the op reads, for an op of UNDEFINED_SAVES; else None.
@@ -68,9 +69,17 @@ class SavedTensorPacker:
     """
 
     def __init__(
-        self, keep_saved: bool, contents: ContentDigests, fixed: Collection[int] | None, meter: FootprintMeter | None
+        self,
+        keep_saved: bool,
+        contents: ContentDigests,
+        fixed: Collection[int] | None,
+        meter: FootprintMeter | None,
+        *,
+        compares_saved: bool,
     ) -> None:
         self._keep_saved = keep_saved
+        self._compares_saved = compares_saved
+        self._count = 0
         self._meter = meter
         self._fixed = fixed or ()
         self.wants_projections = fixed is not None
@@ -86,22 +95,18 @@ class SavedTensorPacker:
 
     def __call__(self, tensor: Tensor) -> VersionedTensor:
         """Notes a tensor that autograd saves while an op runs. Autograd passes the result to the unpack hook."""
-        layout = layout_of(tensor)
         with DisableTorchDispatch():  # modes around the ops must not see the ops that compute digests
-            content, projection = self._content_of(tensor, layout)
-            self.digests.append(digest_of(saved_digest, layout, content))
-            if self.wants_projections:
-                self.projections.append(projection)
+            if self._compares_saved:
+                layout = layout_of(tensor)
+                content, projection = self._content_of(tensor, layout)
+                self._note(digest_of(saved_digest, layout, content), projection)
             if hides_write(self.op, tensor):  # the op will change it without a new version
-                tensor = copy_exact(tensor, layout)
+                tensor = copy_exact(tensor)
         if self._meter is not None:
             self._meter.saved(tensor)
         if is_function_name(self.op):
             self.of_functions[self.op].add(storage_key(tensor))
-        saved = VersionedTensor(len(self.digests) - 1, tensor)
-        if self._keep_saved:
-            self.tensors.append(saved)
-        return saved
+        return self._kept(tensor)
 
     def begin_op(self, op: str) -> None:
         """Notes which op is about to run; an empty name after the last one."""
@@ -138,11 +143,21 @@ class SavedTensorPacker:
 
     def note(self, digest: Digest) -> None:
         """Notes a digest that is compared like that of a saved tensor."""
+        if self._compares_saved:
+            self._note(digest, [])
+        self._kept(_NOTHING)
+
+    def _note(self, digest: Digest, projection: list[Tensor]) -> None:
         self.digests.append(digest)
         if self.wants_projections:
-            self.projections.append([])
+            self.projections.append(projection)
+
+    def _kept(self, tensor: Tensor) -> VersionedTensor:
+        saved = VersionedTensor(self._count, tensor)
+        self._count += 1
         if self._keep_saved:
-            self.tensors.append(VersionedTensor(len(self.digests) - 1, _NOTHING))
+            self.tensors.append(saved)
+        return saved
 
 
 _NOTHING = torch.empty(0)

@@ -90,6 +90,7 @@ class SegmentSender:
             generator_states=save.generator_states,
             name=save.name[:MAX_NAME],
             wants_projections=save.wants_projections,
+            compares_outputs=save.compares_outputs,
             predecessors=[
                 *(
                     segment_pb2.Predecessor(

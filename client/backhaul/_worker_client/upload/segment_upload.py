@@ -63,6 +63,7 @@ class SegmentUpload:
         sent: Called with the times of sending its tensors, after that has ended.
         spared: Called with the number of bytes that differences have spared.
         wants_projections: Whether the worker computes other bits, so that random projections are compared.
+        compares_outputs: Whether the worker's digests are to be those of the program's outputs, not of saved tensors.
         predecessors: Earlier segments on the same worker whose outputs are sources of this one.
         boundaries: Sources that are outputs of other earlier segments.
         is_predicted: Whether its call has not ended yet.
@@ -82,6 +83,7 @@ class SegmentUpload:
     count: Callable[[int], None]
     sent: Callable[[float], None]
     wants_projections: bool = False
+    compares_outputs: bool = False
     predecessors: Sequence[Predecessor] = ()
     boundaries: Sequence[int] = ()
     spared: Callable[[int], None] = lambda _: None

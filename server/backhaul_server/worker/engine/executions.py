@@ -100,6 +100,7 @@ class SegmentInputs:
         sources: Tensors on the worker's device, one for each source of the program. Runs never write to them.
         generator_states: One state for each node that draws random numbers.
         wants_projections: Whether runs return random projections of what autograd saves.
+        compares_outputs: Whether runs return digests of the program's outputs instead of saved tensors.
         kind: Equal for segments whose replays take the same memory.
         bounds: Deadline, memory limit and cancellation of the segment's runs.
         known: Digests of tensors that earlier executions have computed; None to compute all of them.
@@ -111,6 +112,7 @@ class SegmentInputs:
     sources: Sequence[Tensor]
     generator_states: Sequence[bytes]
     wants_projections: bool = False
+    compares_outputs: bool = False
     kind: Hashable = None
     bounds: Bounds = field(default_factory=Bounds)
     known: KnownDigests | None = None
@@ -175,6 +177,7 @@ class SegmentInputs:
                     is_measured=is_measured,
                     check=self.bounds.check,
                     known=self.known,
+                    compares_outputs=self.compares_outputs,
                 )
             return LiveReplay(replay, keep_saved, began_at_s, stopwatch.stop())
         finally:
@@ -204,7 +207,7 @@ class ExecutionResult:
 
     Attributes:
         bundle: Tensors to send: contributions by position in `sources`, or saved tensors by saved position.
-        saved_digests: Digests of the tensors that autograd saved in the replay, in order.
+        digests: Digests of the tensors that autograd saved in the replay, or of its outputs, in order.
         sources: The source of each contribution, see `Contribution.source`; empty for a recompute.
         tensor_digests: Addresses of the bundle's tensors; empty unless the trainer wanted them.
         saved_projections: Random projections of the saved tensors; empty unless the trainer wanted them.
@@ -217,7 +220,7 @@ class ExecutionResult:
     """
 
     bundle: Bundle
-    saved_digests: tuple[bytes, ...]
+    digests: tuple[bytes, ...]
     sources: tuple[int, ...]
     tensor_digests: tuple[bytes, ...] = ()
     saved_projections: Sequence[tuple[float, ...]] = ()
@@ -249,7 +252,7 @@ class ExecutionResult:
     @property
     def parts(self) -> int:
         """Number of digests, projections, contributions and views, which the time to encode the result grows with."""
-        return len(self.saved_digests) + len(self.saved_projections) + len(self.sources) + len(self.bundle.views)
+        return len(self.digests) + len(self.saved_projections) + len(self.sources) + len(self.bundle.views)
 
     def live_bytes(self, sources: Sequence[Tensor]) -> int:
         """Returns the bytes that the result keeps alive: the storages of its tensors, and its lists.
@@ -296,7 +299,7 @@ def backward(
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
     result = ExecutionResult(
         bundle=sent,
-        saved_digests=tuple(ready.replay.saved_digests),
+        digests=tuple(ready.replay.digests),
         sources=tuple(c.source for c in contributions),
         tensor_digests=tuple(address_of(outgoing.tensor) for outgoing in sent.tensors) if start.wants_digests else (),
         saved_projections=ready.replay.saved_projections,
@@ -339,7 +342,7 @@ def recompute(work: SegmentInputs, ready: LiveReplay | None, positions: Sequence
     replay = ready.replay
     return ExecutionResult(
         bundle=bundle([(position, replay.saved(position).unpack()) for position in positions]),
-        saved_digests=tuple(replay.saved_digests),
+        digests=tuple(replay.digests),
         sources=(),
         saved_projections=replay.saved_projections,
         recompute_at_s=ready.began_at_s,

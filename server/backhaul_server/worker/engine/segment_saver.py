@@ -70,6 +70,7 @@ class SegmentSaver:
         predecessors: Mapping[int, tuple[int, int]] = {},
         derived: Mapping[int, Layout] = {},
         *,
+        compares_outputs: bool = False,
         is_predicted: bool = False,
         after_release: int = 0,
     ) -> tuple[bool, list[bytes]]:
@@ -89,6 +90,7 @@ class SegmentSaver:
             wants_projections: Whether runs return random projections of what autograd saves.
             predecessors: The field of `Segment`.
             derived: The layouts of sources that were not sent, because the worker computes them from a predecessor.
+            compares_outputs: Whether runs return digests of the program's outputs instead of saved tensors.
             is_predicted: Whether the call has not ended yet.
             after_release: The number of the last release request that the trainer had sent before this save.
 
@@ -113,8 +115,8 @@ class SegmentSaver:
         if present is not None and (is_predicted or present.is_confirmed):
             return False, []
         all_addresses = (program_address, *addresses)
-        # Replays of the predicted segment made no projections, so a confirmation cannot ask for them.
-        if present is not None and (present.addresses != all_addresses or wants_projections):
+        # Replays of the predicted segment made digests of saved tensors, so a confirmation can ask for nothing else.
+        if present is not None and (present.addresses != all_addresses or wants_projections or compares_outputs):
             self._engine.reject(present)
             present = None
         origins: dict[int, tuple[Segment, int]] = {}
@@ -153,7 +155,15 @@ class SegmentSaver:
             raise
         kind = sha256(program_address + b"".join(layout.full_header for layout in layouts)).digest()
         segment.inputs = SegmentInputs(
-            program, sources, generator_states, wants_projections, kind, segment.bounds, self._known, derivations
+            program,
+            sources,
+            generator_states,
+            wants_projections,
+            compares_outputs,
+            kind,
+            segment.bounds,
+            self._known,
+            derivations,
         )
         for derivation in derivations:
             assert derivation.origin.inputs is not None

@@ -24,7 +24,7 @@ def recompute_answer(head: segment_pb2.Answer, segment: Segment, submitted: Segm
     """Encodes the answer to a request for saved tensors, which has run, without its tensors."""
     recomputed = result_of(submitted.answer)
     result = segment_pb2.RecomputeResult(
-        saved_digests=recomputed.saved_digests,
+        digests=recomputed.digests,
         views=[encode_view(view) for view in recomputed.bundle.views],
         saved_projections=_projections(recomputed),
         timing=_timing(segment, submitted.arrived_at_s, recomputed),
@@ -111,7 +111,7 @@ def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contributi
 
 def _backward_result(segment: Segment, result: ExecutionResult, requested_at_s: float) -> segment_pb2.BackwardResult:
     return segment_pb2.BackwardResult(
-        saved_digests=result.saved_digests,
+        digests=result.digests,
         contributions=encode_contributions(result),
         tensor_digests=result.tensor_digests,
         saved_projections=_projections(result),

@@ -132,6 +132,7 @@ class SegmentServicer(Servicer):
                 for origin in request.predecessors
                 if origin.HasField("derived")
             },
+            compares_outputs=request.compares_outputs,
             is_predicted=request.predicted,
             after_release=request.after_release,
         )
