@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
-from backhaul._config import Check, Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
+from backhaul._config import Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
 from backhaul._forward.graphs import GraphTarget
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
@@ -39,11 +39,11 @@ def connect(
     tls: str | None = None,
     plan: str | PathLike[str] | None = None,
     returns: Returns | None = None,
+    recheck: float | None = None,
     strict: bool | None = None,
     durability: Durability | None = None,
     numerics: Numerics | None = None,
     graphs: GraphUse | None = None,
-    determinism_check: Check | None = None,
     device: str | None = None,
     allow: Sequence[str] | None = None,
     run: str | None = None,
@@ -66,6 +66,8 @@ def connect(
         plan: File that `backhaul plan` has written. Its settings count where neither the program nor the environment
             sets them.
         returns: What workers return for a segment: "gradients", "activations", or "auto": gradients where possible.
+        recheck: Share of the gradients from workers, from 0 to 1, that the trainer computes a second time and compares.
+            A worker that was wrong gets nothing more. See docs/recheck.md.
         strict: Raise NotRemoteError instead of recomputing a segment on the trainer.
         durability: What the trainer keeps in case a worker dies. "lineage" keeps what it cannot compute again from
             earlier segments, "host" keeps a copy of each segment's inputs, and "none" keeps nothing: a lost segment
@@ -76,9 +78,6 @@ def connect(
         graphs: Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`.
             "eager": also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can
             capture whole. "off": none. See docs/compiled.md.
-        determinism_check: What is compared before a gradient counts. "values": all that autograd saves in forward.
-            "bytes": also each result when it arrives. "outputs": only what a segment returns, if its program is known,
-            which takes less time. See docs/compiled.md.
         device: Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment.
             Until then the worker runs on the GPU that the trainer has used, or on the CPU, and it is started anew if
             that was another.
@@ -110,11 +109,11 @@ def connect(
             tls=tls,
             plan=plan,
             returns=returns,
+            recheck=recheck,
             strict=strict,
             durability=durability,
             numerics=numerics,
             graphs=graphs,
-            determinism_check=determinism_check,
             device=device,
             allow=allow,
             run=run,

@@ -22,6 +22,7 @@ from backhaul._setting import (
     parsed,
     positive,
     setting,
+    share,
     texts,
 )
 from backhaul_runtime.errors import SettingError
@@ -80,6 +81,11 @@ class Settings:
     compression_bytes: int = setting(2 << 30, not_negative)
     """Bytes of copies of previous versions that the trainer may keep for `compression`. Parameters without a copy are
     sent whole."""
+
+    determinism_check: Check = setting("values")
+    """What is compared before a gradient counts. "values": all that autograd saves in forward. "bytes": also each
+    result when it arrives. "outputs": only what a segment returns, if its program is known, which takes less time. See
+    docs/compiled.md."""
 
     connect_timeout_s: float = setting(30.0, positive)
     """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""
@@ -184,6 +190,10 @@ class Config(Settings):
     returns: Returns = setting("auto")
     """What workers return for a segment: "gradients", "activations", or "auto": gradients where possible."""
 
+    recheck: float = setting(0.0, share)
+    """Share of the gradients from workers, from 0 to 1, that the trainer computes a second time and compares. A worker
+    that was wrong gets nothing more. See docs/recheck.md."""
+
     strict: bool = setting(False)
     """Raise NotRemoteError instead of recomputing a segment on the trainer."""
 
@@ -199,11 +209,6 @@ class Config(Settings):
     """Which segments are recorded once, not at each call. "auto": what is compiled with `backend="backhaul"`. "eager":
     also what Backhaul compiles itself, with eager kernels: every segment that torch.compile can capture whole. "off":
     none. See docs/compiled.md."""
-
-    determinism_check: Check = setting("values")
-    """What is compared before a gradient counts. "values": all that autograd saves in forward. "bytes": also each
-    result when it arrives. "outputs": only what a segment returns, if its program is known, which takes less time. See
-    docs/compiled.md."""
 
     device: str = setting("", names_device)
     """Device of a worker that connect() starts: "cpu", "cuda" or "cuda:N". Empty: that of the first segment. Until then

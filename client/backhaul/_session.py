@@ -418,9 +418,7 @@ class Session:
         """Fetches a tensor by address from a worker that still stores it. Returns None if there is none."""
         if self._closed:  # checked first: in the child of a fork a lock may stay locked for ever
             return None
-        fetched = (
-            worker.fetch(address, partial(self._received, "boundaries of lost segments")) for worker in self._workers
-        )
+        fetched = (worker.fetch(address, partial(self._received, "fetched boundaries")) for worker in self._workers)
         return next((tensor for tensor in fetched if tensor is not None), None)
 
     def _received(self, name: str, size_bytes: int) -> None:

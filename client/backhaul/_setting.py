@@ -111,6 +111,11 @@ def positive(value: float) -> str:
     return "" if 0 < value < math.inf else "must be finite and greater than 0"
 
 
+def share(value: float) -> str:
+    """Allows numbers from 0 to 1."""
+    return "" if 0 <= value <= 1 else "must be from 0 to 1"
+
+
 def not_negative(value: int) -> str:
     """Allows 0 and numbers above it."""
     return "" if value >= 0 else "must not be negative"

@@ -12,6 +12,7 @@
     ├── SavedTensorModifiedError  (RuntimeError) an argument, or a tensor that backward needs, was written to
     ├── ValueCheckError           (RuntimeError) a recomputation gave other values than forward
     ├── SegmentLostError          (RuntimeError) a worker was lost, and the trainer lacks inputs to recompute from
+    ├── RecheckError              (RuntimeError) a worker's gradient was wrong, and others of it have counted
     ├── SessionClosedError        there is no open session
     ├── WorkerLostError           the worker did not answer: the connection broke, or it timed out
     └── WorkerError               the worker refused a request, or failed
@@ -55,6 +56,7 @@ __all__ = [
     "NotRemoteError",
     "ProgramError",
     "ProtocolVersionError",
+    "RecheckError",
     "ReplayError",
     "SavedTensorModifiedError",
     "SegmentLostError",
@@ -163,6 +165,13 @@ class SegmentLostError(BackhaulError, RuntimeError):
     session: str = ""
     segment: str = ""
     site: str = ""
+
+
+class RecheckError(BackhaulError, RuntimeError):
+    """A worker has returned a wrong gradient, and others of it have counted in the same backward."""
+
+    worker: str = ""
+    segment: str = ""
 
 
 class SessionClosedError(BackhaulError):

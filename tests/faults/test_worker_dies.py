@@ -158,7 +158,7 @@ def test_boundaries_that_the_survivor_has_are_not_computed_again(
     ):
         train_through(session, returns, "between", kill)
         assert session.report().fallbacks == LAYERS // 2
-        assert "boundaries of lost segments" in str(session.report())
+        assert "fetched boundaries" in str(session.report())
     # Of the last segment's input: from what the survivor's last segment started from.
     assert len(replays) == LAYERS // 2
     assert fetches() == before + 1

@@ -146,10 +146,8 @@ def test_training_has_the_gradients_of_no_checkpointing(returns: Any, boundaries
         return [None if one is None else one.clone() for one in results]
 
     expected = train(plainly, nullcontext)
-    settings = {**QUIET.given(), "boundaries": boundaries}
-    with backhaul.connect(
-        worker.address, graphs="eager", determinism_check="outputs", returns=returns, settings=Settings(**settings)
-    ) as session:
+    settings = {**QUIET.given(), "boundaries": boundaries, "determinism_check": "outputs"}
+    with backhaul.connect(worker.address, graphs="eager", returns=returns, settings=Settings(**settings)) as session:
         assert not differing(train(session.checkpoint, nullcontext), expected)
         assert not differing(train(session.checkpoint, session.accumulate), expected)
         report = session.report()

@@ -49,6 +49,12 @@ class LoopbackSegment:
     def __init__(self, work: SegmentInputs, remote: "Loopback") -> None:
         self.work = work
         self.remote = remote
+        self.rechecks = None
+        self.worker, self.is_exact = "loopback", True
+
+    def expel(self, why: str) -> None:
+        """Is never called: nothing is rechecked."""
+        raise AssertionError(why)
 
     def _run(self, perform: Any) -> ExecutionResult:
         if self.remote.is_lost:

@@ -265,6 +265,8 @@ class AccumulationBlock:
             return parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
         if parts.chain and any(names.changed(frame.call.recording.identities) for frame in parts.frames):
             return parts.undivided("a custom autograd function was changed after forward")
+        if any(segment.frame.is_rechecked for segment in parts.chain):
+            return parts.undivided("what workers add up can't be rechecked, and connect(recheck=...) asks for it")
         if not all(segment.frame.is_proven for segment in parts.chain):
             return parts.undivided("no worker has run the backward of one of its custom functions yet")
         return parts

@@ -20,6 +20,7 @@ from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.handles import Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
+from backhaul._backward.recheck import Rechecks, differing
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
@@ -31,6 +32,7 @@ from backhaul_runtime.errors import (
     CompilingError,
     DrainingError,
     LimitError,
+    RecheckError,
     ReplayError,
     SavedTensorModifiedError,
     StaleTensorError,
@@ -195,30 +197,99 @@ class Frame:
             self.call.check_strict(needs_graph)
             self.call.log.on_trainer(needs_graph)
         if self.remote is not None and not needs_graph:
-            stopwatch = Stopwatch(self.call.device)
+            stopwatch, summed = Stopwatch(self.call.device), frozenset(self.consumers.sources)
             try:
-                contributions = self.remote_gradients(gradients, ambient_state.capture()).contributions
+                contributions = self.remote_gradients(gradients, ambient_state.capture(), summed=summed).contributions
+                took = stopwatch.stop()
+                self._recheck(self.remote, gradients, contributions, summed)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
-                self.call.log.add(Decision.GRADIENTS, stopwatch.stop())
+                self.call.log.add(Decision.GRADIENTS, took)
                 return contributions
         if not needs_graph:
             self.call.check_strict(self.local_reason)
         stopwatch = Stopwatch(self.call.device)
-        values = self.lineage.values()
-        contributions = local_recompute.gradients_here(
-            self.call.name,
-            self.program,
-            self.call.recording,
-            values,
-            gradients,
-            self.replay_options,
-            ways=self._ways_by_number(ways) if needs_graph else None,
-        )
-        check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
+        contributions = self._gradients_here(gradients, self._ways_by_number(ways) if needs_graph else None)
         self.call.log.add(Decision.TRAINER, stopwatch.stop())
         return contributions
+
+    def _gradients_here(
+        self, gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor] | None = None
+    ) -> list[Contribution]:
+        """Runs the segment's backward on the trainer. `ways` are by source or output."""
+        assert self.program is not None
+        assert self.lineage is not None
+        values = self.lineage.values()
+        contributions = local_recompute.gradients_here(
+            self.call.name, self.program, self.call.recording, values, gradients, self.replay_options, ways=ways
+        )
+        check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
+        return contributions
+
+    def _recheck(
+        self,
+        remote: RemoteSegment,
+        gradients: Mapping[int, Tensor],
+        contributions: Sequence[Contribution],
+        summed: Set[int],
+    ) -> None:
+        """Computes an answer a second time if it is drawn, before it counts. See NOTE [Recheck].
+
+        Raises:
+            RecheckError: The trainer cannot repeat its own computation.
+            WorkerLostError: The gradients are wrong, or the worker is out of the session.
+        """
+        rechecks = remote.rechecks
+        if rechecks is None:
+            return
+        is_checked = rechecks.draws() and self._is_repeated(remote, rechecks, gradients, contributions, summed)
+        rechecks.believe(remote.worker, is_checked=is_checked)
+
+    def _is_repeated(
+        self,
+        remote: RemoteSegment,
+        rechecks: Rechecks,
+        gradients: Mapping[int, Tensor],
+        contributions: Sequence[Contribution],
+        summed: Set[int],
+    ) -> bool:
+        """Whether the trainer could compute the gradients as well, and got the same. Raises as `_recheck` does."""
+        assert self.program is not None
+        if self.program.functions:  # their backward is the user's code, and would run on the trainer too
+            self.call.log.not_rechecked("it runs custom functions")
+            return False
+        try:
+            ours = self._gradients_here(gradients)
+        except BackhaulError as error:
+            self.call.log.not_rechecked(error.message.splitlines()[0])
+            return False
+        # Without this setting the backward of some kernels adds in no fixed order on a GPU, such as fused attention.
+        is_exact = remote.is_exact and (
+            not self.call.recording.accelerators or torch.are_deterministic_algorithms_enabled()
+        )
+        difference = differing(ours, contributions, summed, is_exact=is_exact)
+        if difference is not None:
+            again = self._gradients_here(gradients)
+            if differing(ours, again, (), is_exact=False) is not None:
+                raise RecheckError(
+                    f"segment {self.call.name}: the trainer has computed its gradients twice, and they differ by more "
+                    "than rounding does. Look for a damaged device: what this machine computes can't be trusted",
+                    segment=self.call.name,
+                )
+            if differing(ours, again, (), is_exact=True) is not None:  # its kernels add in no fixed order
+                difference = differing(ours, contributions, summed, is_exact=False)
+        if difference is not None:
+            source, distance = difference
+            why = (
+                f"the worker {remote.worker} has returned wrong gradients for segment {self.call.name}: that of source "
+                f"{source} is {distance:.1e} of its norm away from what the trainer has computed twice"
+            )
+            rechecks.expel(remote.worker, why)
+            remote.expel(why)
+            raise WorkerLostError(why, status="LOST")
+        self.call.log.rechecked()
+        return True
 
     def remote_gradients(
         self,
@@ -288,6 +359,11 @@ class Frame:
         run in its place, and only a worker notices that it does.
         """
         return self.program is not None and self.program.functions <= names.proven
+
+    @property
+    def is_rechecked(self) -> bool:
+        """Whether the trainer computes some of the gradients that a worker returns for the segment a second time."""
+        return self.remote is not None and self.remote.rechecks is not None
 
     def release_remote(self) -> None:
         """Lets the worker free the segment, after a backward that only a loss of the worker would repeat."""

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from backhaul._backward.recheck import Rechecks
 from backhaul._backward.value_check import Recomputed
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.layout import Layout
@@ -43,7 +44,24 @@ class RemoteAnswer(NamedTuple):
 
 
 class RemoteSegment(Protocol):
-    """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError."""
+    """A segment that a worker stores. Its methods wait within deadlines, and raise WorkerLostError or WorkerError.
+
+    Attributes:
+        rechecks: What the session rechecks; None if it rechecks nothing.
+    """
+
+    rechecks: Rechecks | None
+
+    @property
+    def worker(self) -> str:
+        """The address of the worker."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the worker computes the bits of this trainer."""
+
+    def expel(self, why: str) -> None:
+        """Takes the worker out of the session for good."""
 
     def backward(
         self,

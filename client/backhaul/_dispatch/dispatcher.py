@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.lineage import Copies
+from backhaul._backward.recheck import Rechecks
 from backhaul._config import Config
 from backhaul._dispatch.placement import Placement
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
@@ -76,6 +77,7 @@ class Dispatcher:
         self.copies = copies
         self._is_closed = is_closed
         self._follow = follow
+        self._rechecks = Rechecks(config.recheck) if config.recheck else None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
@@ -271,6 +273,7 @@ class Dispatcher:
             call.log,
             lambda: None if (took_s := known_s(forward, earlier)) is None else _BACKWARD_FACTOR * took_s,
             lambda: self._backward_reached(worker, number, site),
+            self._rechecks,
             next(iter(recording.accelerators), None),
         )
         pending.is_saved = was_sent

@@ -214,6 +214,16 @@ class CallLog:
         self.largest_drift = max(self.largest_drift, drift)
 
     @_safe
+    def rechecked(self) -> None:
+        """Counts gradients of a worker that the trainer has computed as well, and found equal."""
+        self._log.rechecked()
+
+    @_safe
+    def not_rechecked(self, reason: str) -> None:
+        """Notes why gradients of a worker that were drawn could not be computed a second time."""
+        self._log.not_rechecked(reason)
+
+    @_safe
     def on_trainer(self, reason: str, *, is_said: bool = False) -> None:
         """Notes why the trainer recomputes the segment, see `SegmentLog`."""
         self.reason = reason

@@ -81,6 +81,8 @@ class SegmentReport:
         compilations: How often torch.compile has captured a graph, or made kernels for one.
         compile_s: Seconds that it took for these.
         recompiled: The guards that no longer held when it captured another graph, with counts.
+        rechecked: Number of gradients from workers that the trainer has computed as well, and found equal.
+        not_rechecked: Why gradients that were drawn for that could not be computed a second time, with counts.
     """
 
     name: str
@@ -102,6 +104,8 @@ class SegmentReport:
     compilations: int = 0
     compile_s: float = 0.0
     recompiled: dict[str, int] = field(default_factory=dict)
+    rechecked: int = 0
+    not_rechecked: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +253,8 @@ class Report:
                 lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
             if segment.known:
                 lines.append(f"  {segment.known} not recorded: their programs were known")
+            if segment.rechecked:
+                lines.append(f"  {segment.rechecked} rechecked: the trainer has computed the same gradients")
             if segment.compilations:
                 times = "once" if segment.compilations == 1 else f"{segment.compilations} times"
                 lines.append(
@@ -262,6 +268,7 @@ class Report:
                 ("not deferred", segment.blocked),
                 ("recorded", segment.recorded),
                 ("compiled again", segment.recompiled),
+                ("not rechecked", segment.not_rechecked),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         if self.spared_bytes:
@@ -295,6 +302,8 @@ class SegmentLog:
     _blocked: Counter[str] = field(default_factory=Counter)
     _known: int = 0
     _recorded: Counter[str] = field(default_factory=Counter)
+    _rechecked: int = 0
+    _not_rechecked: Counter[str] = field(default_factory=Counter)
     _programs: set[bytes] = field(default_factory=set)
     _compilations: "list[TorchCompilation]" = field(default_factory=list)
     _told_compilations: int = 0
@@ -325,6 +334,16 @@ class SegmentLog:
         with self._lock:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
+
+    def rechecked(self) -> None:
+        """Counts gradients that were computed twice, with equal results."""
+        with self._lock:
+            self._rechecked += 1
+
+    def not_rechecked(self, reason: str) -> None:
+        """Counts gradients that were to be computed twice, and could not."""
+        with self._lock:
+            self._not_rechecked[reason] += 1
 
     def spared(self, size_bytes: int) -> None:
         """Counts bytes that differences have spared."""
@@ -435,6 +454,8 @@ class SegmentLog:
                 len(self._compilations),
                 sum(compilation.took_s for compilation in self._compilations),
                 dict(Counter(compilation.guard for compilation in self._compilations if compilation.guard)),
+                self._rechecked,
+                dict(self._not_rechecked),
             )
 
 

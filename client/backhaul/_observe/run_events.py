@@ -8,7 +8,9 @@ from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
 
-EventKind = Literal["worker_lost", "worker_joined", "worker_draining", "worker_back", "fell_back", "refused"]
+EventKind = Literal[
+    "worker_lost", "worker_joined", "worker_draining", "worker_back", "worker_expelled", "fell_back", "refused"
+]
 
 QUIET_S = 60.0
 """Seconds after an event was taken in which equal ones are only counted: a lost worker may cost many segments."""

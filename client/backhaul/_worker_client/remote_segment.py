@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from backhaul._backward.recheck import Rechecks
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.call_log import CallLog
@@ -113,9 +114,11 @@ class SavedSegment:
         expected_s: Returns the seconds that a replay with its backward should take.
         reached: Called when a backward requests the segment. Returns the numbers of the segments that it will probably
             request next.
+        rechecks: What the session rechecks; None if it rechecks nothing.
         accelerator: The CUDA device that the segment was computed on; None for one on the host alone.
 
     Attributes:
+        rechecks: What the session rechecks, as given.
         expected: The gradients that the worker has predicted, by output.
     """
 
@@ -127,6 +130,7 @@ class SavedSegment:
         log: CallLog,
         expected_s: Expected,
         reached: Callable[[], Sequence[int]],
+        rechecks: Rechecks | None = None,
         accelerator: torch.device | None = None,
     ) -> None:
         self._connection = connection
@@ -135,6 +139,7 @@ class SavedSegment:
         self._log = log
         self._expected_s = expected_s
         self._reached = reached
+        self.rechecks = rechecks
         self._accelerator = accelerator
         self.expected: dict[int, SpeculativeGradient] = {}
         self._backwards = itertools.count(1)
@@ -144,6 +149,20 @@ class SavedSegment:
     def worker_session(self) -> WorkerSession:
         """The worker session that stores the segment."""
         return self._save.worker_session
+
+    @property
+    def worker(self) -> str:
+        """See `RemoteSegment`."""
+        return self._connection.name
+
+    @property
+    def is_exact(self) -> bool:
+        """See `RemoteSegment`."""
+        return not self._save.wants_projections
+
+    def expel(self, why: str) -> None:
+        """See `RemoteSegment`."""
+        self._connection.expel(why)
 
     @property
     def uploader(self) -> Uploader:

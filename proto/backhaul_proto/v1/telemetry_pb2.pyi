@@ -504,7 +504,7 @@ class Event(_message.Message):
     COUNT_FIELD_NUMBER: _builtins.int
     at_s: _builtins.float
     kind: _builtins.str
-    """"worker_lost", "worker_joined", "worker_draining", "worker_back", "fell_back" or "refused"."""
+    """"worker_lost", "worker_joined", "worker_draining", "worker_back", "worker_expelled", "fell_back" or "refused"."""
     worker: _builtins.str
     """Address of the worker that it is about; empty for none."""
     segment: _builtins.str

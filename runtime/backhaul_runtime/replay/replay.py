@@ -89,6 +89,23 @@ class Contribution:
     gradient: Tensor | None
 
 
+def sums_of(contributions: Sequence[Contribution], wanted: Collection[int]) -> dict[int, Tensor]:
+    """Adds each wanted source's contributions, in the order in which autograd adds them on the trainer."""
+    sums: dict[int, Tensor] = {}
+    for contribution in contributions:
+        source, gradient = contribution.source, contribution.gradient
+        if source in wanted and gradient is not None:
+            gradient = gradient.detach()
+            sums[source] = sums[source] + gradient if source in sums else gradient
+    return sums
+
+
+def with_sums(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -> list[Contribution]:
+    """Replaces the first contribution of each source by its sum, and the gradients of the others by None."""
+    left = dict(sums)
+    return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
+
+
 class Replay:
     """One run of a program. Constructing it runs the forward. It owns its graph and saved tensors.
 

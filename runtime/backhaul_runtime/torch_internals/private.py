@@ -271,6 +271,11 @@ def backward_task_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def call_when_backward_ends(then: Callable[[], None]) -> None:
+    """Calls a function at the end of the backward pass that runs in this thread. `backward` raises what it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
+
+
 def backward_pass() -> tuple[Any, Any]:
     """Returns this thread's GraphExecGroup or None, and the pass's identity: the group, else `backward_task_id()`."""
     group = torch._C._get_graph_exec_group()

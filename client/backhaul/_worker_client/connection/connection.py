@@ -140,7 +140,7 @@ class Connection:
         self._up = False
         self._going_down = threading.Lock()  # guards the change from up to down
         self._draining = False
-        self._closed = False
+        self._closed = self._is_expelled = False
         self._channel: grpc.Channel | None = None
         self._stubs: Stubs
         self._memory: TrainerSharedMemory | None = None
@@ -252,7 +252,7 @@ class Connection:
     @property
     def up(self) -> WorkerSession | None:
         """The worker session for new segments; None while the connection is down."""
-        return self._worker_session if self._up and not self._draining else None
+        return self._worker_session if self._up and not self._draining and not self._is_expelled else None
 
     @property
     def why_down(self) -> str:
@@ -270,6 +270,8 @@ class Connection:
 
         Raises WorkerLostError if it is lost or unreachable (Rules 2 and 3).
         """
+        if self._is_expelled:
+            raise WorkerLostError(self._why_down, status="LOST")
         if self._worker_session is not worker_session:
             raise WorkerLostError("the worker has lost the session", status="LOST")
         if not self._up:
@@ -282,12 +284,23 @@ class Connection:
             self._down(error.message)
             self._wakes.put(None)
 
+    def expel(self, why: str) -> None:
+        """Takes the worker out of the session for good, because it was wrong. Its lease ends by itself."""
+        with self._going_down:
+            was_expelled, self._is_expelled = self._is_expelled, True
+            self._up, self._why_down = False, why
+        if not was_expelled:
+            text = f"Worker {self.name} is out of the session: {why}"
+            self._events.add("worker_expelled", text, worker=self.name)
+            logger.error("%s.", text, extra=about(self.run))
+        self._wakes.put(None)
+
     def recovered(self, worker_session: WorkerSession) -> bool:
         """Returns whether a worker session continues after `trouble`.
 
         Asks the worker once, for `RECOVERY_S` at most. Without an answer the connection counts as down.
         """
-        if self._worker_session is not worker_session or self._closed:
+        if self._worker_session is not worker_session or self._closed or self._is_expelled:
             return False
         try:
             self._ask(worker_session, RECOVERY_S)
@@ -478,14 +491,14 @@ class Connection:
     @only_in("backhaul-keeper")
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        while not self._closed:
+        while not self._closed and not self._is_expelled:
             worker_session, was_up = self._worker_session, self._up
             if was_up and worker_session is not None:
                 self._sleep(min(KEEP_INTERVAL_S, worker_session.lease_s / 4))
             else:
                 self._sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
-            if self._closed:
+            if self._closed or self._is_expelled:
                 return
             try:
                 self._look(worker_session)

@@ -7,7 +7,9 @@ from pydantic import ConfigDict, Field
 from backhaul_server.dashboard.schemas.base import Schema
 
 Severity = Literal["info", "warning", "critical"]
-TrainersKind = Literal["worker_lost", "worker_joined", "worker_draining", "worker_back", "fell_back", "refused"]
+TrainersKind = Literal[
+    "worker_lost", "worker_joined", "worker_draining", "worker_back", "worker_expelled", "fell_back", "refused"
+]
 Kind = Literal[
     TrainersKind,
     "worker_unreachable",
@@ -26,6 +28,7 @@ _SEVERITIES: dict[Kind, Severity] = {
     "worker_lost": "warning",
     "fell_back": "warning",
     "refused": "warning",
+    "worker_expelled": "critical",
     "worker_unreachable": "critical",
     "worker_restarted": "warning",
     "refusals": "warning",
@@ -33,6 +36,7 @@ _SEVERITIES: dict[Kind, Severity] = {
 """The severities of the kinds that are not just informative."""
 WORDS: dict[Kind, str] = {kind: kind.replace("_", " ") for kind in KINDS} | {
     "worker_draining": "worker drains",
+    "worker_expelled": "worker was wrong",
     "fell_back": "fallback",
     "refused": "request refused",
     "worker_unreachable": "worker stopped answering",
@@ -61,8 +65,9 @@ class EventEntry(Schema):
     )
     at_s: float = Field(description="When it happened, by the dashboard's clock", examples=[1763769540.0])
     kind: Kind = Field(
-        description="What kind of event it is. worker_lost, worker_joined, worker_draining, worker_back, fell_back and "
-        "refused are a trainer's view of its workers; all others are what the dashboard saw itself",
+        description="What kind of event it is. worker_lost, worker_joined, worker_draining, worker_back, "
+        "worker_expelled, fell_back and refused are a trainer's view of its workers; all others are what the "
+        "dashboard saw itself",
         examples=["worker_lost"],
     )
     words: str = Field(

@@ -12,7 +12,7 @@ from torch import Tensor
 from backhaul_runtime.errors import ReplayError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.compiled_programs import functions
-from backhaul_runtime.replay.replay import Contribution, Replay
+from backhaul_runtime.replay.replay import Replay, sums_of, with_sums
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.tensors.durations import Duration, wait_s
@@ -292,8 +292,8 @@ def backward(
     ambient_state.apply(start.state, ambient_state.capture())
     with work.bounds.working(ambient_state.threads_of(start.state)):
         contributions = ready.replay.backward(gradients)
-        sums = _sums(contributions, {*start.summed, *chained})
-    contributions = _summed(contributions, {source: sums[source] for source in start.summed if source in sums})
+        sums = sums_of(contributions, {*start.summed, *chained})
+    contributions = with_sums(contributions, {source: sums[source] for source in start.summed if source in sums})
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
@@ -310,23 +310,6 @@ def backward(
     took_s = wait_s(stopwatch.stop())  # the device has done the work already, as its digests were read
     # An accelerator begins a backward when the replay that was queued before it is done.
     return replace(result, backward_at_s=max(began_at_s, ready.began_at_s + result.recompute_s), backward_s=took_s)
-
-
-def _sums(contributions: Sequence[Contribution], wanted: Collection[int]) -> dict[int, Tensor]:
-    """Adds each wanted source's contributions, in the order in which autograd adds them on the trainer."""
-    sums: dict[int, Tensor] = {}
-    for contribution in contributions:
-        source, gradient = contribution.source, contribution.gradient
-        if source in wanted and gradient is not None:
-            gradient = gradient.detach()
-            sums[source] = sums[source] + gradient if source in sums else gradient
-    return sums
-
-
-def _summed(contributions: Sequence[Contribution], sums: Mapping[int, Tensor]) -> list[Contribution]:
-    """Replaces the first contribution of each source by its sum, and the gradients of the others by None."""
-    left = dict(sums)
-    return [Contribution(c.source, left.pop(c.source, None)) if c.source in sums else c for c in contributions]
 
 
 def _named(outgoing: OutgoingTensor) -> OutgoingTensor:

@@ -1,0 +1,216 @@
+"""Recheck: a worker whose backward is wrong is found, although its digests are right, and gets nothing any more."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backhaul
+from backhaul import RecheckError, Session, SettingError
+from backhaul._backward import local_recompute
+from backhaul._backward.recheck import Rechecks
+from backhaul._observe.report import Decision
+from backhaul_runtime.replay.replay import Contribution
+from conftest import QUIET
+from support.bits import differing, grad_of
+from support.processes import WorkerProcess
+
+LAYERS, WIDTH = 20, 8
+STEPS = 24
+"""Within so many steps a share of 0.5 misses one wrong gradient of each step with a probability of 6e-8."""
+
+LIAR = """
+import sys
+import torch
+from backhaul_runtime.replay.replay import Contribution, Replay
+
+wrong, of, count = int(sys.argv[1]), int(sys.argv[2]), 0
+backward = Replay.backward
+
+def with_a_flipped_bit(self, gradients, **options):
+    global count
+    contributions, count = backward(self, gradients, **options), count + 1
+    if count % of != wrong:
+        return contributions
+    (first, *_) = [i for i, one in enumerate(contributions) if one.gradient is not None]
+    flipped = contributions[first].gradient.detach().clone()
+    flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 9)
+    return [Contribution(one.source, flipped if i == first else one.gradient) for i, one in enumerate(contributions)]
+
+Replay.backward = with_a_flipped_bit
+sys.argv[1:] = sys.argv[3:]
+from backhaul.__main__ import main
+main()
+"""
+
+
+class LyingWorker(WorkerProcess):
+    """A worker that flips a bit of one gradient in each round of so many backwards, before it takes any digest."""
+
+    def __init__(self, wrong: int, of: int = LAYERS) -> None:
+        super().__init__("--memory", "1GiB", program=("-c", LIAR, str(wrong), str(of)))
+
+
+def model() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+
+
+def step(layers: nn.ModuleList, session: Session | None, seed: int) -> list[Tensor | None]:
+    """The gradients of a step: of the input, and of all parameters."""
+    torch.manual_seed(seed)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    layers.zero_grad()
+    y = x * 1
+    for layer in layers:
+        y = layer(y) if session is None else session.checkpoint(layer, y)
+    y.square().sum().backward()
+    return [grad_of(x), *[parameter.grad for parameter in layers.parameters()]]
+
+
+@pytest.fixture
+def keyed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The keys of the draws are known numbers, so that a test that has passed once passes again."""
+    numbers = itertools.count()
+    monkeypatch.setattr("os.urandom", lambda count: next(numbers).to_bytes(count, "little"))
+    yield
+
+
+@pytest.mark.usefixtures("keyed")
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("workers", [1, 2])
+def test_one_wrong_bit_is_found_and_the_gradients_are_right_from_then_on(seed: int, workers: int) -> None:
+    with ExitStack() as stack:
+        liar = stack.enter_context(LyingWorker(seed, LAYERS // workers))
+        others = [stack.enter_context(WorkerProcess("--memory", "1GiB")) for _ in range(workers - 1)]
+        addresses = ",".join(worker.address for worker in (liar, *others))
+        with backhaul.connect(addresses, recheck=0.5, settings=QUIET) as session:
+            found_at = None
+            for number in range(STEPS):
+                expected = step(model(), None, number)
+                try:
+                    given = step(model(), session, number)
+                except RecheckError as error:
+                    assert error.worker == liar.address
+                    given = step(model(), session, number)  # as the error says
+                if found_at is None and any("wrong gradients" in reason for reason in reasons(session)):
+                    found_at = number
+                if found_at is not None:
+                    assert not differing(expected, given)
+            assert found_at is not None
+
+
+def reasons(session: Session) -> list[str]:
+    return [reason for segment in session.report().segments for reason in segment.reasons]
+
+
+def test_what_counted_before_is_said_and_the_worker_stays_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([False] * 7 + [True] * LAYERS)
+    monkeypatch.setattr(Rechecks, "draws", lambda _: next(drawn))
+    with LyingWorker(8) as liar, backhaul.connect(liar.address, recheck=0.1, settings=QUIET) as session:
+        with pytest.raises(RecheckError, match=r"wrong gradients for segment Sequential.*counted before") as raised:
+            step(model(), session, 0)
+        assert raised.value.worker == liar.address
+        assert not differing(step(model(), None, 1), step(model(), session, 1))
+        (segment,) = (segment for segment in session.report().segments if segment.name == "Sequential")
+        assert segment.decisions == {Decision.GRADIENTS: 7, Decision.TRAINER: 2 * LAYERS - 7}
+        assert any("wrong gradients" in text for text in segment.reasons)
+
+
+def test_with_all_of_them_rechecked_a_wrong_gradient_never_counts() -> None:
+    with LyingWorker(11) as liar, backhaul.connect(liar.address, recheck=1.0, settings=QUIET) as session:
+        for number in range(2):
+            assert not differing(step(model(), None, number), step(model(), session, number))
+        assert any("wrong gradients" in reason for reason in reasons(session))
+
+
+def test_a_rechecked_run_has_the_bits_of_another(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, recheck=0.5, settings=QUIET) as session:
+        for number in range(3):
+            expected = step(model(), None, number), torch.get_rng_state()
+            given = step(model(), session, number), torch.get_rng_state()
+            assert not differing([*expected[0], expected[1]], [*given[0], given[1]])
+        segment = session.report().segments[0]
+        assert 0 < segment.rechecked < 3 * LAYERS
+        assert f"{segment.rechecked} rechecked: the trainer has computed the same gradients" in str(session.report())
+
+
+def test_blocks_are_rechecked_segment_by_segment() -> None:
+    layers, reference = model(), model()
+    with LyingWorker(3) as liar, backhaul.connect(liar.address, recheck=1.0, settings=QUIET) as session:
+        torch.manual_seed(0)
+        batches = torch.randn(3, 4, WIDTH)
+        with session.accumulate() as block:
+            for batch in batches:
+                y = batch
+                for layer in layers:
+                    y = session.checkpoint(layer, y)
+                block.backward(y.square().sum())
+        for batch in batches:
+            nn.Sequential(*reference)(batch).square().sum().backward()
+        theirs = [parameter.grad for parameter in layers.parameters()]
+        assert not differing([parameter.grad for parameter in reference.parameters()], theirs)
+        assert any("recheck" in reason for segment in session.report().segments for reason in segment.blocked)
+
+
+def test_inputs_that_nobody_has_any_more_are_not_repeated(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "_fetch", lambda *_: None)
+    with backhaul.connect(worker.address, recheck=1.0, durability="none", settings=QUIET) as session:
+        assert not differing(step(model(), None, 0), step(model(), session, 0))
+        (segment,) = session.report().segments
+        assert all('durability="host"' in reason for reason in segment.not_rechecked)
+        assert sum(segment.not_rechecked.values()) + segment.rechecked == LAYERS
+        assert segment.not_rechecked
+
+
+def test_a_trainer_that_cannot_repeat_its_own_gradients_says_so(
+    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, noise = local_recompute.gradients_here, itertools.count(1)
+
+    def damaged(*args: Any, **options: Any) -> list[Contribution]:
+        wrong = next(noise)
+        return [
+            replace(one, gradient=one.gradient + wrong)
+            for one in computed(*args, **options)
+            if one.gradient is not None
+        ]
+
+    monkeypatch.setattr(local_recompute, "gradients_here", damaged)
+    with backhaul.connect(worker.address, recheck=1.0, settings=QUIET) as session:
+        with pytest.raises(RecheckError, match="computed its gradients twice") as raised:
+            step(model(), session, 0)
+        assert (raised.value.worker, raised.value.segment) == ("", "Sequential")
+
+
+@pytest.mark.parametrize("noise", [1e-7, 1e-3])
+def test_kernels_that_add_in_no_fixed_order_need_only_be_near(
+    noise: float, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed, count = local_recompute.gradients_here, itertools.count(1)
+
+    def unordered(*args: Any, **options: Any) -> list[Contribution]:
+        near = 1 + 4e-7 * next(count) + (noise if noise > 1e-4 else 0)
+        return [
+            replace(one, gradient=None if one.gradient is None else one.gradient * near)
+            for one in computed(*args, **options)
+        ]
+
+    monkeypatch.setattr(local_recompute, "gradients_here", unordered)
+    with backhaul.connect(worker.address, recheck=1.0, settings=QUIET) as session:
+        step(model(), session, 0)
+        assert any("wrong gradients" in reason for reason in reasons(session)) == (noise > 1e-4)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5, math.nan])
+def test_a_share_outside_of_0_to_1_is_an_error(value: float) -> None:
+    with pytest.raises(SettingError, match="recheck=.* must be from 0 to 1"):
+        backhaul.connect(recheck=value)
