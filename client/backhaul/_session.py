@@ -319,6 +319,7 @@ class Session:
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
             fixed,
+            self._dispatcher.rechecks,
             self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
             self.config.pending_gradient_bytes,

@@ -14,6 +14,9 @@ NOTE [Deferred]
 5. Nothing reaches `.grad` before the end, so a block that ends by an exception leaves nothing there.
 6. What follows the delivery reports and cleans up. If it fails, that is logged: an exception would make the caller run
    the block again, which adds the gradients twice. Ctrl-C is raised there, with a note that says so.
+7. If the session rechecks, workers keep no gradients, because nobody would see single ones. The caller's thread
+   rechecks the answers that were drawn when it finishes their micro-batch. If a worker was wrong since the block began,
+   others of its gradients may be in the sums, so the block ends by an error.
 """
 
 import os
@@ -49,8 +52,9 @@ from backhaul._accumulate.micro_batch import (
 from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_chains import RemoteChains
 from backhaul._backward.frame import RECOVERABLE, Frame
+from backhaul._backward.recheck import Rechecks
 from backhaul._observe.report import Helper, SegmentLog
-from backhaul_runtime.errors import AccumulationError, BackhaulError, log_once
+from backhaul_runtime.errors import AccumulationError, BackhaulError, RecheckError, WorkerLostError, log_once
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors.durations import Duration
@@ -71,6 +75,7 @@ class AccumulationBlock:
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
         fixed: The digests of parameters that forwards in the block take.
+        rechecks: What the session rechecks; None if it rechecks nothing.
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
             them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
             it waits for the last chain.
@@ -98,6 +103,7 @@ class AccumulationBlock:
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
         fixed: FixedDigests,
+        rechecks: Rechecks | None = None,
         most_open: int = 4,
         deferred_bytes: int = 0,
         pending_gradient_bytes: int = 0,
@@ -113,6 +119,8 @@ class AccumulationBlock:
             deferred_bytes,
             pending_gradient_bytes,
         )
+        self._rechecks = rechecks
+        self._out_before = frozenset(() if rechecks is None else rechecks.out)
         self._gradients = PendingGradients()
         self._reductions = Reductions()
         self.hooked: set[Node] = set()
@@ -265,8 +273,6 @@ class AccumulationBlock:
             return parts.undivided("the first reduction of a DistributedDataParallel model must see autograd's order")
         if parts.chain and any(names.changed(frame.call.recording.identities) for frame in parts.frames):
             return parts.undivided("a custom autograd function was changed after forward")
-        if any(segment.frame.is_rechecked for segment in parts.chain):
-            return parts.undivided("what workers add up can't be rechecked, and connect(recheck=...) asks for it")
         if not all(segment.frame.is_proven for segment in parts.chain):
             return parts.undivided("no worker has run the backward of one of its custom functions yet")
         return parts
@@ -305,6 +311,7 @@ class AccumulationBlock:
             self._finish_all()
             self._collect()
             self._check_unchanged(self._fixed.changed())
+            self._check_workers()
             self._gradients.deliver(self._reductions, self._fixed.changed)
             self._has_delivered = True  # nothing between these two lines lets Ctrl-C in
             self._fixed.forget()  # an optimizer may step now, if a plain backward completes the gradients
@@ -411,6 +418,7 @@ class AccumulationBlock:
         waited = stopwatch.stop()
         self._times.waited.add(waited)
         self._log.wait(waited)
+        self._recheck(micro_batch)
         parts, sums = micro_batch.parts, micro_batch.sums
         if micro_batch.error is not None:
             if not isinstance(micro_batch.error, RECOVERABLE):
@@ -444,6 +452,32 @@ class AccumulationBlock:
         self._open.pop(0)
         if any(stayed for _, stayed in micro_batch.uncollected):
             self._finished.append(micro_batch)
+
+    def _recheck(self, micro_batch: MicroBatch) -> None:
+        """Computes the drawn answers of a micro-batch a second time (Rule 7).
+
+        Raises:
+            RecheckError: The gradients of one are wrong.
+        """
+        for segment, gradients, answer in micro_batch.drawn:
+            try:
+                with under(micro_batch.state):
+                    segment.frame.is_repeated(gradients, *answer)
+            except WorkerLostError:  # the worker is out
+                self._check_workers()
+        micro_batch.drawn.clear()
+
+    def _check_workers(self) -> None:
+        """Raises RecheckError if a worker was wrong since the block began."""
+        if self._rechecks is None:
+            return
+        for worker, why in self._rechecks.out.items():
+            if worker not in self._out_before:
+                raise RecheckError(
+                    f"{why}. Other gradients of the same worker have counted in {self.name}. Leave the block, set the "
+                    "gradients to None and run it again: the worker gets nothing any more",
+                    worker=worker,
+                )
 
     def _check_order(self, error: BackhaulError) -> None:
         """Raises AccumulationError if a backward must run on the trainer, and its place in the order is past."""

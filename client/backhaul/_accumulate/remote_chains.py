@@ -142,12 +142,15 @@ class RemoteChains:
         if isinstance(gradient, Tensor):
             micro_batch.last_gradient = len(micro_batch.uncollected), gradient
         leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
+        rechecks = frame.remote.rechecks if frame.remote is not None else None
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
-            if target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
+            if rechecks is None
+            and target in leaves
+            and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
         }
-        following = self._following(micro_batch, segment)
+        following = self._following(micro_batch, segment) if rechecks is None else None
         summed = only_contributions(micro_batch, segment, due)
         unsent = {due[index] for index, target in segment.contributions if target == following} & summed
         answer = frame.remote_gradients(
@@ -159,6 +162,9 @@ class RemoteChains:
             self._upcoming(micro_batch, uploader),
             self._rounds[uploader],
         )
+        if rechecks is not None and rechecks.draws():
+            own = {position: one for position, one in gradients.items() if isinstance(one, Tensor)}
+            micro_batch.drawn.append((segment, own, (answer.contributions, summed)))
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited

@@ -20,7 +20,7 @@ from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.handles import Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
-from backhaul._backward.recheck import Rechecks, differing
+from backhaul._backward.recheck import differing
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
@@ -201,7 +201,9 @@ class Frame:
             try:
                 contributions = self.remote_gradients(gradients, ambient_state.capture(), summed=summed).contributions
                 took = stopwatch.stop()
-                self._recheck(self.remote, gradients, contributions, summed)
+                if (rechecks := self.remote.rechecks) is not None:
+                    is_checked = rechecks.draws() and self.is_repeated(gradients, contributions, summed)
+                    rechecks.believe(self.remote.worker, is_checked=is_checked)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -227,34 +229,23 @@ class Frame:
         check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
         return contributions
 
-    def _recheck(
-        self,
-        remote: RemoteSegment,
-        gradients: Mapping[int, Tensor],
-        contributions: Sequence[Contribution],
-        summed: Set[int],
-    ) -> None:
-        """Computes an answer a second time if it is drawn, before it counts. See NOTE [Recheck].
+    def is_repeated(
+        self, gradients: Mapping[int, Tensor], contributions: Sequence[Contribution], summed: Set[int]
+    ) -> bool:
+        """Whether the trainer gets the same gradients as the worker. False also if it can't compute them.
+
+        Args:
+            gradients: The gradients of the program's outputs, by the output's position.
+            contributions: What the worker has returned for them.
+            summed: The sources whose contributions the worker has added up.
 
         Raises:
             RecheckError: The trainer cannot repeat its own computation.
-            WorkerLostError: The gradients are wrong, or the worker is out of the session.
+            WorkerLostError: The worker's gradients are wrong, and it is out of the session. See NOTE [Recheck].
         """
-        rechecks = remote.rechecks
-        if rechecks is None:
-            return
-        is_checked = rechecks.draws() and self._is_repeated(remote, rechecks, gradients, contributions, summed)
-        rechecks.believe(remote.worker, is_checked=is_checked)
-
-    def _is_repeated(
-        self,
-        remote: RemoteSegment,
-        rechecks: Rechecks,
-        gradients: Mapping[int, Tensor],
-        contributions: Sequence[Contribution],
-        summed: Set[int],
-    ) -> bool:
-        """Whether the trainer could compute the gradients as well, and got the same. Raises as `_recheck` does."""
+        remote = self.remote
+        assert remote is not None
+        assert remote.rechecks is not None
         assert self.program is not None
         if self.program.functions:  # their backward is the user's code, and would run on the trainer too
             self.call.log.not_rechecked("it runs custom functions")
@@ -285,7 +276,7 @@ class Frame:
                 f"the worker {remote.worker} has returned wrong gradients for segment {self.call.name}: that of source "
                 f"{source} is {distance:.1e} of its norm away from what the trainer has computed twice"
             )
-            rechecks.expel(remote.worker, why)
+            remote.rechecks.expel(remote.worker, why)
             remote.expel(why)
             raise WorkerLostError(why, status="LOST")
         self.call.log.rechecked()
@@ -359,11 +350,6 @@ class Frame:
         run in its place, and only a worker notices that it does.
         """
         return self.program is not None and self.program.functions <= names.proven
-
-    @property
-    def is_rechecked(self) -> bool:
-        """Whether the trainer computes some of the gradients that a worker returns for the segment a second time."""
-        return self.remote is not None and self.remote.rechecks is not None
 
     def release_remote(self) -> None:
         """Lets the worker free the segment, after a backward that only a loss of the worker would repeat."""

@@ -11,7 +11,7 @@ NOTE [Recheck]
    bits, as where a kernel adds in no fixed order, the worker's need only be near. If they differ by more than rounding
    does, the trainer cannot repeat its own computation, and nobody knows which gradients are right.
 3. Gradients that the same worker has returned earlier in the same backward, and that were not drawn, may be in `.grad`
-   already. So an error is raised when that backward ends.
+   already. So an error is raised when that backward ends. For accumulation blocks see NOTE [Deferred].
 4. A gradient of a worker that is out does not count, although it was asked for before.
 """
 
@@ -61,6 +61,12 @@ class Rechecks:
         self._out: dict[str, str] = {}  # why a worker is out, by its address
         self._unchecked: dict[int, set[str]] = {}  # by backward, the workers whose gradients counted without a recheck
         self._lock = threading.Lock()  # guards both
+
+    @property
+    def out(self) -> dict[str, str]:
+        """The addresses of the workers that were wrong, each with a sentence that says how."""
+        with self._lock:
+            return dict(self._out)
 
     def draws(self) -> bool:
         """Whether the answer that has just arrived is rechecked."""

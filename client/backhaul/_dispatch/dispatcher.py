@@ -59,6 +59,7 @@ class Dispatcher:
         journal: Counts calls by name.
         telemetry: Reports calls; None if telemetry is off.
         copies: The copies of tensors that the trainer keeps.
+        rechecks: What the session rechecks; None if it rechecks nothing.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Dispatcher:
         self.copies = copies
         self._is_closed = is_closed
         self._follow = follow
-        self._rechecks = Rechecks(config.recheck) if config.recheck else None
+        self.rechecks = Rechecks(config.recheck) if config.recheck else None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the numbers, the placement and the call sites
         self._placement = Placement()
@@ -273,7 +274,7 @@ class Dispatcher:
             call.log,
             lambda: None if (took_s := known_s(forward, earlier)) is None else _BACKWARD_FACTOR * took_s,
             lambda: self._backward_reached(worker, number, site),
-            self._rechecks,
+            self.rechecks,
             next(iter(recording.accelerators), None),
         )
         pending.is_saved = was_sent

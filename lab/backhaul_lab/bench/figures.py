@@ -126,6 +126,7 @@ FIGURES = (
     Figure("checks_large", "recording and digests, added to a step of 1024 tokens / the step", "checks_large"),
     Figure("checks_small", "recording and digests, added to a step of 64 tokens / the step", "checks_small"),
     Figure("telemetry_added", "telemetry and a watching dashboard, added to a step / the step", "telemetry"),
+    _at_most("recheck", "recheck_added", 0.02, "a share of 0.01 rechecked, added to a step / the step"),
 )
 
 

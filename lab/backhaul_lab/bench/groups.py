@@ -53,5 +53,6 @@ GROUPS: Mapping[str, Group] = {
     "checks_large": Group("checks:measure_large", environment=_CHECKS),
     "checks_small": Group("checks:measure_small", environment=_CHECKS),
     "telemetry": Group("telemetry:measure", on_cuda=True),
+    "recheck": Group("recheck:measure", 100, on_cuda=True),
 }
 """All groups by name, in the order of the figures."""
