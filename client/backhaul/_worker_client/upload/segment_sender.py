@@ -12,11 +12,12 @@ from backhaul._worker_client.connection.deadlines import Liveness
 from backhaul._worker_client.connection.exchange import decoded_error
 from backhaul._worker_client.connection.shared_memory import sending
 from backhaul._worker_client.upload.compression import Compression, TensorDifference
+from backhaul._worker_client.upload.refused_programs import RefusedPrograms
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
 from backhaul._worker_client.upload.stored_tensors import StoredTensors
 from backhaul._worker_client.upload.tensor_sender import TensorSender
 from backhaul_proto.v1 import program_pb2, segment_pb2
-from backhaul_runtime.errors import TransferError, WorkerError, WorkerLostError
+from backhaul_runtime.errors import CompilingError, ProgramError, TransferError, WorkerError, WorkerLostError
 from backhaul_runtime.process.logs import about
 from backhaul_runtime.process.threads import only_in
 from backhaul_runtime.tensors.deferred_digest import read
@@ -61,6 +62,7 @@ class SegmentSender:
         self._stored = stored
         self._compression = compression
         self._watch = watch
+        self._refused = RefusedPrograms()
         self.bytes_per_s = 0.0
         self.last_release = 0
 
@@ -257,7 +259,13 @@ class SegmentSender:
 
     @only_in("backhaul-upload")
     def _put_program(self, save: SegmentUpload) -> None:
+        self._refused.check(save.worker_session, save.program_address)
         request = program_pb2.PutProgramRequest(session=save.worker_session.session, program=save.program)
         save.count(request.ByteSize())
-        call_unary(self._connection.stubs(save.worker_session).programs.PutProgram, request, self._connection.silence_s)
+        put = self._connection.stubs(save.worker_session).programs.PutProgram
+        try:
+            call_unary(put, request, self._connection.silence_s)
+        except (CompilingError, ProgramError) as error:
+            self._refused.note(save.worker_session, save.program_address, error)
+            raise
         self._stored.learn(save.worker_session, [save.program_address])
