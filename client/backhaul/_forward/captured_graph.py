@@ -103,6 +103,21 @@ Learned = KnownSegment | FirstProgram | Program | str
 why each has to be recorded."""
 
 
+@dataclass(slots=True, eq=False)
+class _Failure:
+    """An unexpected error, such as one of memory, because of which nothing is known of calls of a kind yet.
+
+    Attributes:
+        reason: Type and message of the error, in words.
+        pause: The number of calls after which another one tries to learn again.
+        left: How many of these are left.
+    """
+
+    reason: str
+    pause: int
+    left: int
+
+
 class CapturedGraph:
     """A graph that torch.compile has captured, with what is known of its calls. Threads may share it.
 
@@ -118,7 +133,7 @@ class CapturedGraph:
     ) -> None:
         self.name, self.arguments, self._forward, self._numbers = name, arguments, forward, numbers
         self.values_read = sum(numbers.values())
-        self._learned: dict[Hashable, tuple[CallKind, Learned]] = {}
+        self._learned: dict[Hashable, tuple[CallKind, Learned | _Failure]] = {}
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it."""
@@ -154,9 +169,12 @@ class CapturedGraph:
         return CallKind(tuple(key), layouts, state if is_in_region else None)
 
     def learned(self, kind: CallKind) -> Learned | None:
-        """Returns what is known of calls of a kind; None if that is nothing."""
-        known = self._learned.get(kind.key)
-        return None if known is None else known[1]
+        """Returns what is known of calls of a kind; None if that is nothing, so that the next call has to show it."""
+        _, known = self._learned.get(kind.key, (kind, None))
+        if isinstance(known, _Failure):
+            known.left -= 1
+            return known.reason if known.left >= 0 else None
+        return known
 
     def learn_function(self, kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int) -> str:
         """Learns from a recorded call of the function that the graph was captured from. As `learn`."""
@@ -198,20 +216,28 @@ class CapturedGraph:
         reason = self.note(kind, segment)
         learned = self.learned(kind)
         if expected is not None and not (isinstance(learned, KnownSegment) and _is_same(learned, expected)):
-            self._learned[kind.key] = kind, reason or OTHER_OPS
+            if not reason:
+                self._learned[kind.key] = kind, OTHER_OPS
             raise OtherOpsError
         return reason
 
     def note(self, kind: CallKind, learn: Callable[[], Learned]) -> str:
-        """Notes what `learn` returns of a kind. Returns why later calls have to be recorded, as `learn` does."""
+        """Notes what `learn` returns of a kind. Returns why later calls have to be recorded, as `learn` does.
+
+        An unexpected error holds for one call, then for two, for four and so on: it may have been one of memory.
+        """
         if len(self._learned) >= MAX_KINDS and kind.key not in self._learned:
             return f"its inputs or settings have changed {MAX_KINDS} times"
         try:
             self._learned[kind.key] = kind, learn()
         except Exception as error:  # no variable may refer to it: its traceback refers to the variables
-            reason = Refusal.of(error).reason
-            self._learned[kind.key] = kind, reason
-            return reason
+            refusal, failure = Refusal.of(error), None
+            if refusal.cause is not None:
+                _, before = self._learned.get(kind.key, (kind, None))
+                pause = 2 * before.pause if isinstance(before, _Failure) else 1
+                failure = _Failure(refusal.reason, pause, pause)
+            self._learned[kind.key] = kind, failure or refusal.reason
+            return refusal.reason
         return ""
 
 

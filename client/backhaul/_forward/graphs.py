@@ -251,7 +251,7 @@ def _compiling_kinds(
                     _note_compilations(target, graph.name, compile_ids)
                     began_s = monotonic()
                     reason = graph.note(kind, partial(compiled_segment, graph, kind, inputs))
-                    learned = graph.learned(kind) or reason
+                    learned = reason or graph.learned(kind)
                     kernels = TorchCompilation(monotonic() - began_s, "")
                     target.dispatcher.journal.log(graph.name).compiled(kernels)
         if isinstance(learned, KnownSegment):
