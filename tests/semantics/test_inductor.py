@@ -1,13 +1,18 @@
 """Blocks with Inductor's kernels have the bits of torch.compile, whoever recomputes them."""
 
 import asyncio
+import errno
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
+from hashlib import sha256
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, AsyncMock, Mock
 
 import pytest
 import torch
@@ -16,17 +21,26 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 import backhaul
-from backhaul import CompilingError, ProgramError, Session
+from backhaul import BudgetError, CompilingError, ProgramError, Session
 from backhaul._backend import backend
 from backhaul._observe.report import Decision
-from backhaul_runtime.program.codec import address_of_program, decode_program, encode_program
+from backhaul._worker_client.connection.calls import call_unary
+from backhaul._worker_client.upload import refused_programs
+from backhaul_runtime.errors import ReplayError
+from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Compilation, Program
 from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.replay.compiled_programs import compile_program, function_of
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals import inductor
+from backhaul_runtime.torch_internals.inductor import CompiledFiles
 from backhaul_server.worker.accounts import Account
+from backhaul_server.worker.engine import compiler
 from backhaul_server.worker.engine.compiler import Compiler
+from backhaul_server.worker.engine.executor import Executor
+from backhaul_server.worker.engine.store import Store
+from backhaul_server.worker.engine.stored_values import StoredValue
 from conftest import QUIET, wait_until
 from support.bits import differing, grad_of, seed_generators
 from support.compiled import MARKS
@@ -164,6 +178,22 @@ def test_a_worker_of_ones_own_compiles_whatever_the_session_says() -> None:
         assert all("still compiles" in reason for reason in segment.reasons)
 
 
+def test_a_program_is_not_sent_with_each_call_while_it_is_compiled(
+    compiling: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refused_programs, "LEAST_S", 1000.0)
+    put = Mock(side_effect=call_unary)
+    monkeypatch.setattr("backhaul._worker_client.upload.segment_sender.call_unary", put)
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(4):
+        x.grad = None
+        compiling.checkpoint(torch.square, x, graphs="inductor").sum().backward()
+        assert torch.equal(grad_of(x), x.detach() * 2)
+    (segment,) = compiling.report().segments
+    assert sum(segment.reasons.values()) == 4
+    assert put.call_count == 1
+
+
 def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | None]]) -> None:
     with WorkerProcess("--memory", "1GiB") as worker, backhaul.connect(worker.address, settings=QUIET) as session:
         assert not differing(expected[0], results(model(), with_inductor(session), 0))
@@ -192,6 +222,20 @@ def test_a_gradient_can_be_differentiated_as_far_as_torchs() -> None:
         with pytest.raises(RuntimeError, match="does not currently support double backward"):
             gradients[-1].sum().backward()
     assert not differing(gradients[:1], gradients[1:])
+
+
+def test_a_kind_is_compiled_after_an_error_of_memory(
+    expected: list[list[Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, loopback = model(), Loopback()
+    failing = Mock(side_effect=chain([MemoryError("none left")], repeat(DEFAULT)), wraps=compile_program)
+    monkeypatch.setattr("backhaul._forward.compiled_graph.compile_program", failing)
+    for seed, right in enumerate(expected):
+        outcome = results(blocks, lambda block, x: loopback.checkpoint(block, x, graphs="inductor"), seed)
+        assert not differing(right, outcome)
+    (segment,) = loopback.report().segments
+    assert segment.kept == {"recording failed: MemoryError: none left": 2}
+    assert segment.known == LAYERS * len(expected) - 2
 
 
 def test_what_no_compiled_program_expresses_keeps_its_activations() -> None:
@@ -233,6 +277,47 @@ def sine() -> Program:
     return replace(recorder.finish([y]), compilation=compilation)
 
 
+class Compiling:
+    """A compiler of a worker with this budget, as the event loop uses it."""
+
+    def __init__(self, budget_bytes: int = 1 << 30, *, is_trainers_own: bool = True) -> None:
+        self.store: Store[StoredValue] = Store(budget_bytes)
+        self.executor = Executor(lambda: None, lambda _: None, 300.0)
+        self.compiler = Compiler(CPU, self.store, self.executor, is_trainers_own=is_trainers_own)
+
+    async def take(self, program: Program, account: Account) -> tuple[str, Program]:
+        """Puts a program until it is compiled or refused. Returns why, and the program as it was decoded."""
+        encoded = encode_program(program)
+        decoded = decode_program(encoded, CPU)
+        assert decoded == program
+        while True:
+            try:
+                self.compiler.check(account, sha256(encoded).digest(), encoded, decoded)
+            except CompilingError:
+                await asyncio.sleep(0.1)
+            except (BudgetError, ProgramError) as error:
+                return error.message, decoded
+            else:
+                return "", decoded
+
+    async def close(self) -> None:
+        await self.executor.close()
+        await self.compiler.close()
+
+
+def compiling_worker(use: Callable[[Compiling], Coroutine[Any, Any, None]], *args: Any, **kwargs: Any) -> None:
+    """Runs a coroutine with a compiler."""
+
+    async def run() -> None:
+        compiling = Compiling(*args, **kwargs)
+        try:
+            await asyncio.wait_for(use(compiling), 300.0)
+        finally:
+            await compiling.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -246,27 +331,58 @@ def sine() -> Program:
     ],
 )
 def test_a_worker_refuses_what_it_cannot_compile(change: Callable[[Any], Program], why: str) -> None:
-    program = change(sine())
-    encoded = encode_program(program)
-    address, decoded = address_of_program(encoded), decode_program(encoded, CPU)
-    assert decoded == program
+    async def use(compiling: Compiling) -> None:
+        refused, _ = await compiling.take(change(sine()), Account())
+        assert why in refused
+        assert compiling.store.usage().sessions == 0 or not why  # nothing is kept of what was refused
 
-    async def compile_it() -> str:
-        compiler, account = Compiler(CPU, is_trainers_own=True), Account()
-        try:
-            while True:
-                try:
-                    compiler.check(account, address, encoded, decoded)
-                except CompilingError:
-                    await asyncio.sleep(0.1)
-                except ProgramError as error:
-                    return error.message
-                else:
-                    return ""
-        finally:
-            await compiler.close()
+    compiling_worker(use)
 
-    assert why in asyncio.run(asyncio.wait_for(compile_it(), 300.0))
+
+@pytest.mark.parametrize("is_trainers_own", [False, True])
+def test_compiled_code_is_charged_once_and_made_before_the_program_is_taken(*, is_trainers_own: bool) -> None:
+    async def use(compiling: Compiling) -> None:
+        account, x = Account(), torch.randn(4, requires_grad=True)
+        for _ in range(2):  # the second session of a credential finds it
+            refused, program = await compiling.take(sine(), account)
+            assert not refused
+            assert not differing(function_of(program)([x]), compile_program(program, CPU)([x]))
+            charged = compiling.store.usage().sessions
+            assert charged == account.held_bytes > 0
+        before, other = charged, Account("other")
+        assert not (await compiling.take(sine(), other))[0]
+        assert (compiling.store.usage().sessions, other.held_bytes) == (2 * before, before)
+
+    compiling_worker(use, is_trainers_own=is_trainers_own)
+
+
+def test_compiled_code_has_a_bound() -> None:
+    async def use(compiling: Compiling) -> None:
+        refused, _ = await compiling.take(sine(), Account())
+        assert "no room for the compiled code" in refused
+        assert compiling.store.usage().sessions == 0
+
+    compiling_worker(use, 1 << 20)
+
+
+def test_a_worker_compiles_nothing_itself(tmp_path: Path) -> None:
+    with pytest.raises(ReplayError, match="is not in the files"):
+        compile_program(sine(), CPU, CompiledFiles(str(tmp_path), are_made=True))
+
+
+def test_what_was_not_compiled_is_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(compiling: Compiling) -> None:
+        disk_full = AsyncMock(side_effect=OSError(errno.ENOSPC, "no space"))
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling.compiler, "_run", disk_full)
+            for _ in range(2):
+                refused, _ = await compiling.take(sine(), Account())
+                assert "no space" in refused
+        assert disk_full.await_count == 1
+        monkeypatch.setattr(compiler, "_RETRY_S", 0.0)
+        assert (await compiling.take(sine(), Account()))[0] == ""
+
+    compiling_worker(use)
 
 
 def test_statistics_are_written_once_also_in_the_call_that_looks_what_a_block_is() -> None:

@@ -175,7 +175,7 @@ class Loopback:
         self.recordings.append(recording)
         program = decode_program(encode_program(segment.program), torch.device(DEVICE))
         if program.compilation is not None:
-            functions.note(program, partial(compile_program, device=torch.empty(0, device=DEVICE).device))
+            functions[program] = compile_program(program, torch.empty(0, device=DEVICE).device)
         values = [copy_exact(source.value, source.layout) for source in recording.sources]
         self.given |= {source.address: value for source, value in zip(recording.sources, values, strict=True)}
         inputs = SegmentInputs(

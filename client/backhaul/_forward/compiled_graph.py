@@ -168,7 +168,7 @@ def _segment(
     uses = find_uses(outputs, targets, first, len(sources), {type(outputs[0].grad_fn)})
     stages = find_stages(outputs, targets, uses)
     program = replace(known.program, saved_count=len(saved), saved_bytes=packed_bytes)
-    functions.note(program, lambda _: function)
+    functions[program] = function
     known = replace(
         known,
         program=program,

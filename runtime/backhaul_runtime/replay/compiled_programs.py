@@ -11,11 +11,10 @@ NOTE [Compiled programs]
    that of the compiled block does.
 5. All random numbers follow from the generator's state before the first draw. They are Inductor's, not those that the
    ops draw one by one.
-6. A compiled function belongs to its program, and lives as long.
+6. A compiled function is made before its program runs. A run never compiles.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -31,7 +30,7 @@ from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED
 from backhaul_runtime.program.unsafe_arguments import checks_values
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.inductor import compile_graph
+from backhaul_runtime.torch_internals.inductor import CompiledFiles, compile_graph
 from backhaul_runtime.torch_internals.private import OpOverload, returns_of
 
 CompiledFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -45,8 +44,10 @@ _INDEXING = (
     *("index_reduce", "index_select", "masked_scatter", "max_unpool2d", "max_unpool3d", "multi_margin_loss"),
     *("multilabel_margin_loss", "nll_loss_nd", "cross_entropy_loss", "ctc_loss", "one_hot", "put"),
     *("repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "take", "take_along_dim"),
+    *("bincount", "cov", "linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"),
+    *("narrow.Tensor", "tensor_split.tensor_indices_or_sections"),
 )
-"""Names of ops that take indices, whatever the overload."""
+"""Names of ops that take indices or other integers which may be out of range, with the overload if others do not."""
 
 
 def why_not_compiled(program: Program) -> str:
@@ -81,17 +82,23 @@ def why_not_for_others(program: Program) -> str:
 
     Compiled code checks each index, but a thread of OpenMP that finds one out of range can only end the process.
     """
-    op = next((node.op for node in program.nodes if node.op.split(".")[1] in _INDEXING), "")
+    op = next((node.op for node in program.nodes if takes_indices(node.op)), "")
     return f"an index out of range in {op} would end the worker, which other trainers may use" if op else ""
 
 
-def compile_program(program: Program, device: torch.device, *, directory: str = "") -> CompiledFunction:
+def takes_indices(op: str) -> bool:
+    """Whether an op refuses some values of an integer tensor, and no check of values knows it."""
+    _, name, overload = op.split(".")
+    return name in _INDEXING or f"{name}.{overload}" in _INDEXING
+
+
+def compile_program(program: Program, device: torch.device, files: CompiledFiles | None = None) -> CompiledFunction:
     """Compiles a program and its backward, for sources of its layouts. Takes seconds to minutes. Changes no values.
 
     Args:
         program: A program with a `compilation`.
         device: The device of those sources that are on no CPU.
-        directory: Where Inductor finds and keeps what it has made; empty for its own place.
+        files: Where Inductor keeps what it makes for another process; None if only this process needs the function.
 
     Raises:
         ProgramError: The program cannot run compiled.
@@ -110,43 +117,21 @@ def compile_program(program: Program, device: torch.device, *, directory: str = 
                 for layout in program.compilation.layouts
             ]
             graph = _graph(program)
-            return compile_graph(graph, sources, needs, directory=directory)
+            return compile_graph(graph, sources, needs, files)
     except Exception as error:  # Inductor may raise any type of error
         first = next(iter(str(error).strip().splitlines()), "")
         raise ReplayError(f"Inductor could not compile the program: {type(error).__name__}: {first}") from error
 
 
-class _Functions:
-    """The compiled functions of this process, by their programs, which they do not keep alive. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._made = WeakIdKeyDictionary()
-        self._makers = WeakIdKeyDictionary()
-        # Reentrant, because the garbage collector may run code of the user's while a function is made.
-        self._lock = threading.RLock()
-
-    def note(self, program: Program, make: Callable[[Program], CompiledFunction]) -> None:
-        """Notes how the function of a program is made when it is first needed. `make` must not refer to the program."""
-        with self._lock:
-            self._makers[program] = make
-
-    def of(self, program: Program) -> CompiledFunction:
-        """Returns the function of a program, after making it. No saved-tensor hooks must be in force.
-
-        Raises:
-            ReplayError: Nothing was noted for the program, or it cannot be compiled.
-        """
-        with self._lock:
-            if program not in self._made:
-                if program not in self._makers:
-                    raise ReplayError("the program was not compiled")
-                self._made[program] = self._makers[program](program)
-            function: CompiledFunction = self._made[program]
-            return function
+functions: MutableMapping[Program, CompiledFunction] = WeakIdKeyDictionary()
+"""The compiled functions of this process, by their programs, which the functions must not refer to."""
 
 
-functions = _Functions()
-"""The only instance of the process."""
+def function_of(program: Program) -> CompiledFunction:
+    """Returns the compiled function of a program. Raises ReplayError if `functions` has none."""
+    if (function := functions.get(program)) is None:
+        raise ReplayError("the program was not compiled")
+    return function
 
 
 def undefined_saves_of(program: Program) -> Callable[[Tensor], bool]:

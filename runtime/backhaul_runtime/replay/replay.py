@@ -42,7 +42,7 @@ from backhaul_runtime.program.op_rules import (
 from backhaul_runtime.program.op_trace import describe_op
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
-from backhaul_runtime.replay.compiled_programs import CompiledFunction, device_of, functions, undefined_saves_of
+from backhaul_runtime.replay.compiled_programs import CompiledFunction, device_of, function_of, undefined_saves_of
 from backhaul_runtime.replay.custom.custom_execution import CustomExecution
 from backhaul_runtime.replay.footprint import FootprintMeter
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
@@ -168,7 +168,7 @@ class Replay:
                 f"a program of {len(program.sources)} sources and {program.draws} draws was replayed with "
                 f"{len(sources)} sources and {len(generator_states)} generator states"
             )
-        function = None if program.compilation is None else functions.of(program)
+        function = None if program.compilation is None else function_of(program)
         self._program = program
         self._is_own = is_own
         self._check = check

@@ -3,13 +3,16 @@
 Nothing here is imported from `torch._inductor` before it is used, because that import takes seconds.
 """
 
+import copyreg
 import hashlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -44,12 +47,24 @@ _NO_PART_OF_GRAPHS = ("cache", "debug")
 """Parts of the names of AOTAutograd's settings that do not change graphs."""
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledFiles:
+    """Files by which one process makes the functions that another one has compiled.
+
+    Attributes:
+        directory: Where they are; empty for Inductor's own place.
+        are_made: Whether the other process has made them. Then nothing is compiled, and what is missing is an error.
+    """
+
+    directory: str
+    are_made: bool
+
+
 def compile_graph(
     graph: fx.GraphModule,
     inputs: Sequence[tuple[torch.device, torch.dtype, Sequence[int], Sequence[int]]],
     requires_grad: Sequence[bool],
-    *,
-    directory: str,
+    files: CompiledFiles | None,
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
     """Compiles a graph, which it takes over, and its backward, under the present settings of torch.
 
@@ -57,7 +72,7 @@ def compile_graph(
         graph: Calls ops of ATen.
         inputs: Device, dtype, sizes and strides of each input.
         requires_grad: Whether each input takes a gradient.
-        directory: Where Inductor finds and keeps what it has made; empty for its own place.
+        files: The files that another process needs, or has made; None for neither.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
@@ -71,7 +86,8 @@ def compile_graph(
         ]
     context = torch._guards.TracingContext(mode)
     with (
-        _cached_in(directory),
+        _keyed_alike(),
+        nullcontext() if files is None else _exchanged_by(files),
         torch.enable_grad(),
         torch._guards.tracing(context),
         _patch(config, **_AOT_SETTINGS),
@@ -95,18 +111,55 @@ def _patch(config: Any, **settings: Any) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _cached_in(directory: str) -> Iterator[None]:
-    """Makes Inductor use a directory. The caller makes sure that nothing else is compiled meanwhile."""
-    before = os.environ.get(_DIRECTORY)
-    if directory:
-        os.environ[_DIRECTORY] = directory
+def _keyed_alike() -> Iterator[None]:
+    """Gives what Inductor keeps the same keys in each process.
+
+    A key is the hash of a pickle. In it, the name of a memory format depends on which module was the first to import
+    torch, so a worker would not find what its child process has compiled.
+    """
+    before = copyreg.dispatch_table.pop(torch.memory_format, None)
+    copyreg.dispatch_table[torch.memory_format] = lambda one: (resolve_name, (str(one),))
     try:
         yield
     finally:
-        if directory and before is None:
+        del copyreg.dispatch_table[torch.memory_format]
+        if before is not None:
+            copyreg.dispatch_table[torch.memory_format] = before
+
+
+@contextmanager
+def _exchanged_by(files: CompiledFiles) -> Iterator[None]:
+    """Makes Inductor use files. The caller makes sure that nothing else is compiled meanwhile."""
+    from torch._functorch import config
+    from torch._inductor import compile_fx
+
+    before, compiles = os.environ.get(_DIRECTORY), compile_fx.fx_codegen_and_compile
+    if files.directory:
+        os.environ[_DIRECTORY] = files.directory
+    if files.are_made:
+        compile_fx.fx_codegen_and_compile = _refuse_to_compile
+    try:
+        with _patch(config, strict_autograd_cache=True):  # raises an error where it could not write or read files
+            yield
+    finally:
+        compile_fx.fx_codegen_and_compile = compiles
+        if files.directory and before is None:
             del os.environ[_DIRECTORY]
         elif before is not None:
             os.environ[_DIRECTORY] = before
+
+
+def _refuse_to_compile(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("what another process has compiled is not in the files of Inductor")
+
+
+def prepare(device: torch.device) -> dict[str, str]:
+    """Imports what compiling needs, which takes seconds. Returns `facts`."""
+    from torch._inductor import compile_fx  # noqa: F401
+    from torch._inductor.codegen.common import init_backend_registration
+
+    init_backend_registration()
+    return facts(device)
 
 
 def compile_for_training(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

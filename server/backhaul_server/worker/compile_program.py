@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 _POLL_S = 0.5
 
@@ -42,13 +41,12 @@ def main() -> int:
     from backhaul_runtime.errors import BackhaulError
     from backhaul_runtime.program.codec import decode_program
     from backhaul_runtime.replay.compiled_programs import compile_program
+    from backhaul_runtime.torch_internals.inductor import CompiledFiles
 
-    if directory:
-        Path(directory).mkdir(mode=0o700, exist_ok=True)
     device = torch.device(device_name)
     try:
         program = decode_program(sys.stdin.buffer.read(), device)
-        compile_program(program, device, directory=directory)
+        compile_program(program, device, CompiledFiles(directory, are_made=False))
     except BackhaulError as error:
         sys.stdout.write(error.message.splitlines()[0])
         return 1

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from backhaul_runtime.errors import ReplayError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
-from backhaul_runtime.replay.compiled_programs import functions
 from backhaul_runtime.replay.replay import Replay, sums_of, with_sums
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
@@ -164,8 +163,6 @@ class SegmentInputs:
     def _replayed(self, *, keep_saved: bool, is_measured: bool = False) -> LiveReplay:
         began_at_s, stopwatch = time(), Stopwatch(self.device)
         states = self.program.ambient_states
-        if self.program.compilation is not None:
-            functions.of(self.program)  # outside of the limit of memory, which is that of the run
         try:
             with self.bounds.working(ambient_state.threads_of(states[0]) if states else torch.get_num_threads()):
                 replay = Replay(

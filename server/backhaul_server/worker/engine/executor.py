@@ -3,11 +3,15 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from time import monotonic
+from typing import TypeVar
 
 from backhaul_runtime.process.threads import only_in
 from backhaul_server.worker.engine.fair_queue import FairQueue, Job
+
+T = TypeVar("T")
 
 GRACE_S = 2.0
 """Seconds after its deadline within which the op that then runs has to end."""
@@ -53,6 +57,30 @@ class Executor:
         """Appends a job to its session's queue."""
         self._queue.push(job)
         self.wake()
+
+    async def run(self, account: str, name: str, work: Callable[[], T]) -> T:
+        """Runs work that belongs to no session, when it is the turn of its credential. Returns or raises what it does.
+
+        Args:
+            account: The name of the credential.
+            name: What the work is, for the log.
+            work: Called in the executor's thread. It must be short.
+        """
+        ended: asyncio.Future[T] = self._loop.create_future()
+        outcome: list[Callable[[], None]] = []
+
+        def catching() -> None:
+            try:
+                outcome.append(partial(ended.set_result, work()))
+            except Exception as error:
+                outcome.append(partial(ended.set_exception, error))
+
+        def end() -> None:
+            if not ended.done():  # else nobody waits any more
+                outcome.pop()()
+
+        self.submit(Job(account, name, lambda: True, catching, end, 0.0, name))
+        return await ended
 
     @property
     def has_waiting(self) -> bool:

@@ -97,6 +97,11 @@ class SegmentEngine:
         """Waits until the running job has ended, and drops the others."""
         await self._executor.close()
 
+    @property
+    def executor(self) -> Executor:
+        """The thread that runs the segments' programs."""
+        return self._executor
+
     def look_for_work(self) -> None:
         """Begins a job that may have waited for memory, in the next turn of the event loop."""
         self._executor.wake()

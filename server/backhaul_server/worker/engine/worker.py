@@ -114,7 +114,7 @@ class Worker:
         self.streams = self.unnamed_streams = 0
         self.device_waits = DeviceWaits(device)
         self.anyone = Account()
-        self.compiler = Compiler(device, is_trainers_own=is_trainers_own)
+        self.compiler = Compiler(device, self.store, self.engine.executor, is_trainers_own=is_trainers_own)
         self._decoding = asyncio.Lock()  # guards the decoding of long programs, of which one runs at a time
         self._expiry = asyncio.create_task(self._expire())
 
@@ -233,14 +233,15 @@ class Worker:
                 else:
                     program = decode_program(encoded, self.device)
                 self.session(session.id)  # raises if the session ended during the decoding
+                digest = sha256(encoded).digest()
                 if program.compilation is not None:
                     if not self.allowed.compiles:
                         raise ProgramError("this worker compiles no programs: start it with --compile")
-                    self.compiler.check(session.account, address, encoded, program)
+                    self.compiler.check(session.account, digest, encoded, program)
             except BaseException:
                 self.store.abandon(session, size)
                 raise
-            self.store.arrived(session, address, ReadProgram(program, sha256(encoded).digest()), size)
+            self.store.arrived(session, address, ReadProgram(program, digest), size)
         return address
 
     def expect_tensor(self, session: SessionState, layout: Layout) -> int:
