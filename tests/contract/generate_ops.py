@@ -303,6 +303,10 @@ def from_idioms() -> set[str]:
         shifted = (torch.arange(4) << 1) >> 1
         shifted <<= 1
         shifted >>= 1
+        shifted = (shifted & 3 | 4) ^ 1
+        shifted &= 7
+        shifted |= 8
+        shifted ^= 2
         return (
             torch.where(mask, out, 2 ** x[..., None, :, :].squeeze(0)) * len(shifted)
             + float(x.sum())

@@ -1,4 +1,4 @@
-"""Quantised models with adapters (QLoRA), against the real libraries: bitsandbytes, PEFT and torchao."""
+"""Quantised models with adapters (QLoRA), against the real libraries: bitsandbytes and PEFT."""
 
 import os
 from collections.abc import Iterator
@@ -176,27 +176,6 @@ def test_blooms_own_gelu(allowed: Session) -> None:
 
     same_bits(step(allowed), step(None))
     assert (allowed.report().remote, allowed.report().fallbacks) == (2, 0), allowed.report()
-
-
-def test_torchaos_quantised_weights(allowed: Session) -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-
-    def step(session: Session | None) -> list[Tensor | None]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(torch.bfloat16).requires_grad_(False)
-        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
-        adapter = torch.randn(64, 64, dtype=torch.bfloat16).mul(0.1).requires_grad_()
-        x = torch.randn(4, 64, dtype=torch.bfloat16, requires_grad=True)
-
-        def body(h: Tensor) -> Tensor:
-            return model(h @ adapter)
-
-        y = body(x) if session is None else session.checkpoint(body, x)
-        y.float().square().sum().backward()
-        return [x.grad, adapter.grad]
-
-    same_bits(step(allowed), step(None))
-    assert allowed.report().remote == 1, allowed.report()
 
 
 def test_a_worker_fetches_no_kernels(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from backhaul._worker_client.upload import refused_programs
 from backhaul_runtime.errors import ReplayError
 from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.op_list import allowed_ops
-from backhaul_runtime.program.program import Compilation, Program
+from backhaul_runtime.program.program import Compilation, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.replay.compiled_programs import compile_program, function_of
 from backhaul_runtime.tensors.layout import layout_of
@@ -47,6 +47,7 @@ from support.compiled import MARKS
 from support.devices import DEVICE
 from support.loopback import Loopback
 from support.processes import WorkerProcess
+from support.wrapped_weights import Adapted
 
 if DEVICE != "cpu":
     pytest.skip("these tests compile for the CPU", allow_module_level=True)
@@ -72,6 +73,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + nn.functional.dropout(self.linear(x).tanh(), 0.2, self.training)
+
+
+class InPlace(nn.Module):
+    """Writes to what it has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y += x
+        return y.mul_(2).tanh()
 
 
 def model() -> nn.ModuleList:
@@ -318,6 +332,44 @@ def compiling_worker(use: Callable[[Compiling], Coroutine[Any, Any, None]], *arg
     asyncio.run(run())
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Quantised does not implement _stable_hash"
+)  # torch's own compilation caches nothing
+@pytest.mark.parametrize("block", [Adapted, InPlace])
+def test_blocks_with_wrapped_weights_and_writes_of_their_own(block: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    module, loopback = block(), Loopback()
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    inputs = [x, *[parameter for parameter in module.parameters() if parameter.requires_grad]]
+    compiled = torch.compile(module, dynamic=False)
+    expected = torch.autograd.grad(compiled(x).square().sum(), inputs)
+    for lost in (False, True):
+        loopback.is_lost = lost
+        y = loopback.checkpoint(module, x, graphs="inductor")
+        assert not differing(expected, torch.autograd.grad(y.square().sum(), inputs))
+    (segment,) = loopback.report().segments
+    assert segment.known == 2
+    assert segment.decisions == {Decision.GRADIENTS: 1, Decision.TRAINER: 1}
+
+
+def test_a_program_that_writes_to_a_view_of_a_source_is_refused() -> None:
+    view = Node("aten.view.default", (SourceRef(0), (2, 2)), (), 0, (0,), draws=False)
+    write = Node("aten.mul_.Scalar", (ResultRef(0, 0), 2), (), 0, (0,), draws=False)
+    made = Node("aten.sin.default", (SourceRef(1),), (), 0, (16,), draws=False)
+    program = sine()
+    assert program.compilation is not None
+    source, (layout,) = program.sources[0], program.compilation.layouts
+    program = replace(
+        program,
+        sources=(replace(source, requires_grad=False), source),
+        nodes=(view, write, made),
+        outputs=(ResultRef(2, 0),),
+        compilation=replace(program.compilation, layouts=(layout, layout)),
+    )
+    with pytest.raises(ProgramError, match="writes to its inputs"):
+        compile_program(program, CPU)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -392,4 +444,4 @@ def test_statistics_are_written_once_also_in_the_call_that_looks_what_a_block_is
         remote.checkpoint(compiled, x).sum().backward()
     assert norm.num_batches_tracked == 2
     (segment,) = remote.report().segments
-    assert list(segment.kept) == ["aten.add_.Tensor writes to memory"]
+    assert list(segment.kept) == ["aten.add_.Tensor writes to memory from outside"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backhaul._forward.captured_graph import CallKind, CapturedGraph
+from backhaul._forward.captured_graph import CallKind, CapturedGraph, GraphCall
 from backhaul._forward.compiled_graph import compiled_segment
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Node, ResultRef, SourceRef
@@ -47,7 +47,7 @@ def test_what_writes_has_written_nothing_when_it_is_refused(function: Callable[.
     seed_generators(0)
 
     with pytest.raises(Refusal, match="writes to memory"):
-        compiled_segment(graph, kind, [x, state])
+        compiled_segment(GraphCall(graph, [x, state]), kind)
 
     assert torch.equal(state, torch.ones(4))
     assert x.grad_fn is history

@@ -20,6 +20,7 @@ from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import in_region
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunctionAndModes, is_view
+from backhaul_runtime.torch_internals.wrapper_tensors import taken_apart, without_function_modes
 
 MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
@@ -126,18 +127,28 @@ class CapturedGraph:
         name: The name of the module or function, for reports.
         arguments: The positions of the inputs that were arguments of the compiled function. The others it captures.
         numbers: How often it reads the value of each input that stands for a number, by position.
+        wrappers: The positions of the inputs that wrap other tensors, as quantised weights do.
     """
 
     def __init__(
-        self, forward: Callable[..., Any], name: str, arguments: Sequence[int], numbers: Mapping[int, int]
+        self,
+        forward: Callable[..., Any],
+        name: str,
+        arguments: Sequence[int],
+        numbers: Mapping[int, int],
+        wrappers: Sequence[int] = (),
     ) -> None:
-        self.name, self.arguments, self._forward, self._numbers = name, arguments, forward, numbers
+        self.name, self.arguments, self.wrappers = name, arguments, wrappers
+        self._forward, self._numbers = forward, numbers
         self.values_read = sum(numbers.values())
         self._learned: dict[Hashable, tuple[CallKind, Learned | _Failure]] = {}
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it."""
-        with DisableTorchFunctionAndModes():
+        """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it.
+
+        Wrappers are an exception: torch.compile leaves to them what a call means.
+        """
+        with without_function_modes() if self.wrappers else DisableTorchFunctionAndModes():
             return self._forward(*inputs)
 
     def kind_of(self, inputs: Sequence[Any]) -> CallKind | str:
@@ -246,19 +257,29 @@ class GraphCall(CapturedInputs):
 
     Args:
         graph: The graph that the call runs.
-        inputs: The inputs of the graph, in their order.
+        given: The inputs of the graph, in their order.
+
+    Attributes:
+        inputs: The same with a description in the place of each wrapper. The tensors in wrappers follow, so the worker
+            never gets a wrapper.
     """
 
-    def __init__(self, graph: CapturedGraph, inputs: Sequence[Any]) -> None:
-        self.graph, self.inputs = graph, inputs
+    def __init__(self, graph: CapturedGraph, given: Sequence[Any]) -> None:
+        self.graph, self._given = graph, given
+        self.inputs = inputs = list(given)
         self.arguments = [inputs[position] for position in graph.arguments]
+        for position in graph.wrappers:
+            if (parts := taken_apart(inputs[position])) is not None:
+                inputs[position] = parts[0]
+                inputs += parts[1]
+                self.arguments += parts[1] if position in graph.arguments else []
         captured = next((id(v) for i, v in enumerate(inputs) if isinstance(v, Tensor) and i not in graph.arguments), 0)
         self.site = id(graph), captured
         self.__qualname__ = graph.name
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the graph."""
-        return self.graph.run(self.inputs)
+        return self.graph.run(self._given)
 
     def run(self, segment: KnownSegment) -> Any:
         """Runs the graph as calls of the segment's kind run it."""

@@ -34,6 +34,7 @@ from backhaul_runtime.torch_internals.private import (
     pytree,
     top_saved_tensor_hooks,
 )
+from backhaul_runtime.torch_internals.wrapper_tensors import tensors_inside
 
 T = TypeVar("T")
 _Contexts = tuple[AbstractContextManager[Any], ReplayOptions, Selection | None, str]
@@ -202,7 +203,7 @@ def _begin(
     """Does what `_begun` says for a call that does not keep its activations, and lets unexpected errors pass."""
     if is_capturing():
         raise Refusal(CAPTURED)
-    arguments = [leaf for leaf in pytree.tree_leaves(arguments_of_call) if isinstance(leaf, Tensor)]
+    arguments = tensors_inside(pytree.tree_leaves(arguments_of_call))
     hooks = top_saved_tensor_hooks(True) if options.respects_hooks else None
     context, replay_options, selection, local_reason = _contexts(options, contexts, hooks)
     pack = SavedTensorHooks(dispatcher.copies.copy_of, selection, hooks)

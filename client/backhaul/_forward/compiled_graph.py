@@ -15,7 +15,7 @@ from backhaul._backward.local_recompute import nesting
 from backhaul._dispatch.prediction import EncodedProgram
 from backhaul._forward.captured_graph import (
     CallKind,
-    CapturedGraph,
+    GraphCall,
     KnownSegment,
     pattern_of,
     tensors_of,
@@ -24,7 +24,7 @@ from backhaul._forward.graph_cut import GraphUses, share_storage, why_not_cut
 from backhaul._forward.known_uses import KnownUses
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import allowed_ops
-from backhaul_runtime.program.op_rules import rules
+from backhaul_runtime.program.op_rules import rules, written_tensors
 from backhaul_runtime.program.program import Compilation
 from backhaul_runtime.record.known_program import KnownProgram, KnownSave, known_program
 from backhaul_runtime.record.recorder import Recorder
@@ -38,6 +38,7 @@ from backhaul_runtime.replay.compiled_programs import (
     why_not_compiled,
 )
 from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.torch_internals.composite_ops import is_composed
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
 from backhaul_runtime.torch_internals.graph_uses import find_stages, find_uses
 from backhaul_runtime.torch_internals.inductor import facts
@@ -50,28 +51,27 @@ SAVED_BY = "inductor"
 """Stands for an op in what autograd saves of a compiled program."""
 
 
-def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]) -> KnownSegment:
+def compiled_segment(call: GraphCall, kind: CallKind) -> KnownSegment:
     """Compiles the program of a call that begins now. Returns the segment of its kind.
 
     Runs the graph once to record its ops, and the compiled program once to see what autograd saves. Both runs leave
     nothing behind: they write to no tensor from outside, and generators are as they were.
 
     Args:
-        graph: The graph that the call runs.
+        call: The call, which has not run yet.
         kind: The kind that the call has.
-        inputs: The inputs of the graph in this call.
 
     Raises:
         Refusal: Calls of this kind keep their activations, for this reason.
     """
-    began = perf_counter()
+    began, graph, inputs = perf_counter(), call.graph, call.inputs
     restore, before = restoring(generators_in_use()), nesting.active
     nesting.active = True
     try:
         with torch.enable_grad():
             recorder = _ReadingRecorder([], allowed_ops(), lambda tensor, *_: tensor.detach())
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
-                returned = list(graph.run(inputs))
+                returned = list(call())
             outputs = _outputs(recorder, returned, inputs)
             known = _known(recorder, outputs, kind, inputs, graph.values_read)
             sources = [inputs[position] for position in known.inputs]
@@ -85,13 +85,13 @@ def compiled_segment(graph: CapturedGraph, kind: CallKind, inputs: Sequence[Any]
 
 
 class _ReadingRecorder(Recorder):  # type: ignore[no-untyped-call]
-    """A recorder of a run that is repeated. Raises Refusal before an op that writes, because it would write twice."""
+    """A recorder of a run that is repeated. Raises Refusal before an op that would write to memory from outside."""
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `Recorder.around`, for an op of the list that writes to none of its arguments."""
-        if rules(op).written:
-            raise Refusal(f"{op} writes to memory")
-        if rules(op).leaves_traces and str(op) not in allowed_ops():
+        """As `Recorder.around`, for an op of the list that writes at most to what this run has made."""
+        if any(tensor not in self.call.memory.interior for tensor in written_tensors(rules(op), args, kwargs)):
+            raise Refusal(f"{op} writes to memory from outside")
+        if rules(op).leaves_traces and str(op) not in allowed_ops() and not is_composed(op):
             raise Refusal(f"{op} is no op of torch's own")
         return super().around(op, args, kwargs)
 

@@ -20,7 +20,7 @@ NOTE [Graphs]
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
 from backhaul_runtime.torch_internals.inductor import compile_for_training, is_symbolic
 from backhaul_runtime.torch_internals.private import has_hooks_of_all_modules, without_dynamo
+from backhaul_runtime.torch_internals.wrapper_tensors import is_wrapper, overrides_functions
 
 _OWN = (
     *(f"backhaul.{name}" for name in ("_accumulate", "_backward", "_dispatch", "_observe", "_worker_client")),
@@ -172,8 +173,14 @@ def compile_graph(
     name = "" if _present.target is None else _present.target.name
     try:
         name = name or name_of_compiled()
-        reason = _why_unsuited(module)
-        graph = CapturedGraph(forward_of_graph(module), name, arguments_of_graph(module), numbers_of_graph(module))
+        reason = _why_unsuited(module, examples)
+        graph = CapturedGraph(
+            forward_of_graph(module),
+            name,
+            arguments_of_graph(module),
+            numbers_of_graph(module),
+            [position for position, example in enumerate(examples) if is_wrapper(example)],
+        )
         compile_ids = iter([compilation_now()])
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         reason = Refusal.of(error).reason
@@ -191,7 +198,7 @@ def compile_graph(
         call = GraphCall(graph, inputs)
         kind = kind_of_call(target.dispatcher, call, target.options)
         learned = kind if isinstance(kind, str) else graph.learned(kind)
-        if isinstance(learned, KnownSegment) and (reason := learned.why_not(inputs)):
+        if isinstance(learned, KnownSegment) and (reason := learned.why_not(call.inputs)):
             learned = reason
         if isinstance(learned, KnownSegment) and not (target.compiles_itself and learned.is_due()):  # Rule 6
             target.graph_count += 1
@@ -202,15 +209,15 @@ def compile_graph(
         if isinstance(kind, str) or isinstance(learned, str):
             learn = _noting(str(learned))
         elif needs_function:
-            learn = partial(graph.learn_function, kind, inputs)
+            learn = partial(graph.learn_function, kind, call.inputs)
         else:
-            learn = partial(graph.learn, kind, inputs, expected)
+            learn = partial(graph.learn, kind, call.inputs, expected)
         if needs_function:
             raise _FunctionNeededError(learn)
         target.graph_count += 1
         undo = [] if expected is None else [restoring(generators_in_use())]
         if expected is not None and any(source.is_written for source in expected.sources):
-            undo.append(undoing_writes(inputs))
+            undo.append(undoing_writes(call.inputs))
         try:
             return run_segment(target.dispatcher, call, tuple(call.arguments), {}, target.options, learn)
         except OtherOpsError:
@@ -250,7 +257,7 @@ def _compiling_kinds(
                 if learned is None:
                     _note_compilations(target, graph.name, compile_ids)
                     began_s = monotonic()
-                    reason = graph.note(kind, partial(compiled_segment, graph, kind, inputs))
+                    reason = graph.note(kind, partial(compiled_segment, call, kind))
                     learned = reason or graph.learned(kind)
                     kernels = TorchCompilation(monotonic() - began_s, "")
                     target.dispatcher.journal.log(graph.name).compiled(kernels)
@@ -283,8 +290,10 @@ def _keep_activations(target: GraphTarget, name: str, reason: str) -> None:
     CallLog(target.dispatcher.journal.log(name), target.dispatcher.telemetry).kept(reason)
 
 
-def _why_unsuited(module: fx.GraphModule) -> str:
+def _why_unsuited(module: fx.GraphModule, examples: Sequence[Any]) -> str:
     """Returns why a graph must not run as it is; empty if it may."""
+    if any(map(is_wrapper, examples)) and any(map(overrides_functions, examples)):
+        return "it takes quantised tensors and others of a class that overrides torch's functions"  # see `run`
     operator = why_no_list_of_calls(module)
     return f"the graph holds {operator}" if operator else ""
 

@@ -13,6 +13,8 @@ NOTE [What the recorder relies on]
 5. A custom autograd function that a worker allows is one node: the ops inside it are not recorded. Of those that no
    worker allows, the ops are recorded. The call is refused if such a function saves a tensor, or if an op uses a
    differentiable one that it has returned.
+6. An op that a library has composed of other ops is recorded as these, which run at the same place. So a worker needs
+   nothing of the library.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +35,7 @@ from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import MakeCopy
+from backhaul_runtime.torch_internals.composite_ops import is_composed
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
@@ -99,6 +102,9 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
 
     def around(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op and records it. Arguments are read before the op runs, results afterwards."""
+        if is_composed(op):  # Rule 6
+            with self.within():
+                return op.decompose(*args, **kwargs)
         began, call = perf_counter(), self.call
         with DisableTorchDispatch():  # dispatch modes of the user must not see the recorder's own ops
             node = self._ops.before(op, args, kwargs)

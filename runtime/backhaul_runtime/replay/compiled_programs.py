@@ -24,13 +24,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul_runtime.errors import ProgramError, ReplayError
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.op_rules import ABSOLUTE, rules
+from backhaul_runtime.program.op_rules import ABSOLUTE, rules, written_tensors
 from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.program.unsafe_arguments import checks_values
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.inductor import CompiledFiles, compile_graph
+from backhaul_runtime.torch_internals.inductor import CompiledFiles, compile_graph, writes_to_inputs
 from backhaul_runtime.torch_internals.private import OpOverload, returns_of
 
 CompiledFunction = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -60,8 +60,8 @@ def why_not_compiled(program: Program) -> str:
         return "it writes to its inputs"
     for node in program.nodes:
         op = resolve(node.op)
-        if rules(op).written or node.op in UNDEFINED_SAVES:
-            return f"{node.op} writes to memory"
+        if node.op in UNDEFINED_SAVES:
+            return f"{node.op} saves memory that it does not write"
         if node.op in PARTLY_UNDEFINED and node.op != _ATTENTION:
             return f"{node.op} saves memory that it does not write"
         if checks_values(node.op) or node.op.split(".")[1] in _DIVIDING:
@@ -117,7 +117,13 @@ def compile_program(program: Program, device: torch.device, files: CompiledFiles
                 for layout in program.compilation.layouts
             ]
             graph = _graph(program)
+            if any(rules(resolve(node.op)).written for node in program.nodes) and writes_to_inputs(
+                graph, sources, lambda op, args, kwargs: written_tensors(rules(op), args, kwargs)
+            ):
+                raise ProgramError("the program cannot run compiled: it writes to its inputs")
             return compile_graph(graph, sources, needs, files)
+    except ProgramError:
+        raise
     except Exception as error:  # Inductor may raise any type of error
         first = next(iter(str(error).strip().splitlines()), "")
         raise ReplayError(f"Inductor could not compile the program: {type(error).__name__}: {first}") from error

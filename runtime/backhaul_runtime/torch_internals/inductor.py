@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from backhaul_runtime.torch_internals.private import OpOverload
+
 _SETTINGS = {
     "deterministic": True,  # nothing is chosen by measuring, so two machines choose the same kernels
     "assert_indirect_indexing": True,  # an index out of range raises an error, as in eager mode
@@ -37,6 +39,9 @@ _PASSES = (
     *("post_grad_custom_post_pass", "_pre_fusion_custom_pass", "_post_fusion_custom_pass"),
 )
 """Settings that hold functions which change graphs. Inductor leaves them out where it lists its settings."""
+
+Input = tuple[torch.device, torch.dtype, Sequence[int], Sequence[int]]
+"""Device, dtype, sizes and strides of an input of a graph."""
 
 _DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -62,7 +67,7 @@ class CompiledFiles:
 
 def compile_graph(
     graph: fx.GraphModule,
-    inputs: Sequence[tuple[torch.device, torch.dtype, Sequence[int], Sequence[int]]],
+    inputs: Sequence[Input],
     requires_grad: Sequence[bool],
     files: CompiledFiles | None,
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
@@ -70,20 +75,16 @@ def compile_graph(
 
     Args:
         graph: Calls ops of ATen.
-        inputs: Device, dtype, sizes and strides of each input.
+        inputs: What the inputs are.
         requires_grad: Whether each input takes a gradient.
         files: The files that another process needs, or has made; None for neither.
     """
     from torch._functorch import config
     from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        examples = [
-            torch.empty_strided(shape, strides, dtype=dtype, device=device).requires_grad_(needs)
-            for (device, dtype, shape, strides), needs in zip(inputs, requires_grad, strict=True)
-        ]
+    mode, examples = _examples(inputs)
+    for example, needs in zip(examples, requires_grad, strict=True):
+        example.requires_grad_(needs)
     context = torch._guards.TracingContext(mode)
     with (
         _keyed_alike(),
@@ -96,6 +97,45 @@ def compile_graph(
     ):
         compiled: Any = compile_fx(graph, examples, config_patches=dict(_SETTINGS))
     return lambda tensors: compiled(*tensors)
+
+
+def _examples(inputs: Sequence[Input]) -> tuple[Any, list[Tensor]]:
+    """Returns a mode of fake tensors, which have storages but no memory, and one for each input of a graph."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        return mode, [
+            torch.empty_strided(shape, strides, dtype=dtype, device=device) for device, dtype, shape, strides in inputs
+        ]
+
+
+def writes_to_inputs(
+    graph: fx.GraphModule,
+    inputs: Sequence[Input],
+    written: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Sequence[Tensor]],
+) -> bool:
+    """Whether a graph of ops of ATen writes to the memory of one of its inputs.
+
+    Args:
+        graph: The graph. It runs on tensors without memory.
+        inputs: What the inputs are.
+        written: Returns the tensors that an op with these arguments writes to.
+    """
+    mode, examples = _examples(inputs)
+    given = {example.untyped_storage()._cdata for example in examples}
+    has_written = False
+
+    class Writes(fx.Interpreter):
+        def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            nonlocal has_written
+            if isinstance(target, OpOverload):
+                has_written |= any(one.untyped_storage()._cdata in given for one in written(target, args, kwargs))
+            return super().call_function(target, args, kwargs)
+
+    with mode, torch.no_grad():
+        Writes(graph).run(*examples)
+    return has_written
 
 
 def may_differentiate() -> AbstractContextManager[Any]:
