@@ -101,7 +101,8 @@ class Settings:
     """
 
     inflight_boundaries: int = setting(4, positive)
-    """Number of segments whose arguments may wait to be sent. Forward blocks beyond it."""
+    """Number of segments whose arguments may wait to be sent, if these have more than 1 MiB together. Forward blocks
+    beyond it."""
 
     inflight_micro_batches: int = setting(0, not_negative)
     """Micro-batches of an accumulation block whose backward may be unfinished; 0 for three more than there are workers.

@@ -161,7 +161,10 @@ def save_of(tensor: torch.Tensor, number: int = 1) -> SegmentUpload:
     ("inflight_bytes", "inflight_boundaries", "most"),
     [(400, 4, 2), (1, 4, 2), (1199, 4, 2), (1200, 4, 3), (1200, 2, 2), (1200, 1, 1)],
 )
-def test_forward_waits_while_too_much_is_on_its_way(inflight_bytes: int, inflight_boundaries: int, most: int) -> None:
+def test_forward_waits_while_too_much_is_on_its_way(
+    inflight_bytes: int, inflight_boundaries: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploader_module, "SMALL_BYTES", 0)
     connection = FakeLink(is_open=False)
     with uploading(connection, inflight_bytes=inflight_bytes, inflight_boundaries=inflight_boundaries) as uploader:
         for number in range(most):  # of 400 bytes each
@@ -175,6 +178,19 @@ def test_forward_waits_while_too_much_is_on_its_way(inflight_bytes: int, infligh
         thread.join(60)
         assert not thread.is_alive()
         one_more.saved.result(10)
+
+
+def test_forward_does_not_wait_while_little_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploader_module, "SMALL_BYTES", 64 * 400)
+    connection = FakeLink(is_open=False)
+    with uploading(connection) as uploader:
+        saves = [save_of(torch.zeros(100), number) for number in range(64)]
+        for save in saves:
+            uploader.save(save)
+        assert uploader._full(save_of(torch.ones(100), 64)) is not None
+        connection.gate.set()
+        for save in saves:
+            save.saved.result(10)
 
 
 def test_forward_does_not_wait_for_a_worker_that_is_gone() -> None:
@@ -256,6 +272,24 @@ def test_what_is_sent(elements: int, inflight_bytes: int, saves: int, given: dic
             save.saved.result(10)
     assert connection.log == ["program", *sent]
     assert connection.sources == [address_of(torch.zeros(elements))]
+
+
+def test_a_transient_tensor_is_sent_again_once_no_segment_names_it() -> None:
+    connection = FakeLink()
+    with uploading(connection) as uploader:
+
+        def save(number: int) -> str:
+            sent = save_of(torch.zeros(10), number)
+            uploader.save(sent)
+            sent.saved.result(10)
+            return connection.log[-1]
+
+        assert [save(1), save(2)] == ["save with tensors", "save"]
+        uploader.release(GENERATION, 1)
+        assert save(3) == "save"  # the second one names it, too
+        uploader.release(GENERATION, 2)
+        uploader.release(GENERATION, 3)
+        assert save(4) == "save with tensors"
 
 
 def test_tensors_of_a_refused_save_are_not_sent_again() -> None:

@@ -117,6 +117,7 @@ class SegmentSender:
             result = self._saved(save, request, addresses, derived)
             derived = set()  # a second attempt sends what the worker could not derive
             if not result.program_missing and not result.missing_tensors:
+                self._stored.name_transient(save.segment, [addresses[index] for index in request.transient_sources])
                 if worker_session.memory is not None and not save.is_predicted:
                     worker_session.memory.make_room()
                 return

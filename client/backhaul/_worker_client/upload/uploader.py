@@ -2,7 +2,8 @@
 
 One thread per connection sends everything in order. So a segment is released after it was saved, and tensors arrive
 before the segment that names them. Copies of arguments that wait to be sent are bounded in bytes and number; forward
-blocks at the bound. Two segments may wait however large they are, so that one is computed while another is sent.
+blocks at the bound. Two segments may wait however large they are, so that one is computed while another is sent. Any
+number may wait whose copies are small: each has a round trip of its own, which may take longer than its forward.
 
 NOTE [Releases]
 1. A release is sent until the worker has answered it, or has lost the session. It may be repeated, because numbers of
@@ -42,6 +43,8 @@ GATHER_S = 0.005
 MOST_GATHERED = 16
 ALWAYS_INFLIGHT = 2
 """Number of segments whose copies may wait to be sent whatever their bytes, if `inflight_boundaries` allows them."""
+SMALL_BYTES = 1 << 20
+"""Bytes of copies up to which any number of segments may wait to be sent."""
 REPEAT_S = 1.0
 """Seconds after which releases without an answer are sent again (Rule 1 of NOTE [Releases])."""
 
@@ -61,7 +64,7 @@ class Uploader:
     Args:
         connection: The connection to the worker.
         inflight_bytes: Bound of the bytes of copies that wait to be sent, from the third segment on.
-        inflight_boundaries: Bound of the number of segments with such copies.
+        inflight_boundaries: Bound of the number of segments with such copies, if these have more than SMALL_BYTES.
         compression: Decides which tensors are sent as differences; None to send all of them whole.
 
     Attributes:
@@ -124,10 +127,11 @@ class Uploader:
         return None
 
     def _is_full(self, save: SegmentUpload) -> bool:
-        if len(self._waiting) < ALWAYS_INFLIGHT:
-            return len(self._waiting) >= self._limit_boundaries
-        queued_bytes = sum(waiting.queued_bytes for waiting in (*self._waiting, save))
-        return queued_bytes > self._limit_bytes or len(self._waiting) >= self._limit_boundaries
+        queued_bytes = sum([waiting.queued_bytes for waiting in self._waiting]) + save.queued_bytes
+        if queued_bytes <= min(SMALL_BYTES, self._limit_bytes):
+            return False
+        is_over = queued_bytes > self._limit_bytes and len(self._waiting) >= ALWAYS_INFLIGHT
+        return is_over or len(self._waiting) >= self._limit_boundaries
 
     def free_sent(self) -> None:
         """Frees what has been sent.
@@ -179,6 +183,7 @@ class Uploader:
                 if isinstance(item, DeathNotice):  # NOTE [Endings]
                     item = self._endings.take(item)
                 if isinstance(item, _Release):
+                    self.stored.release(item.segment)
                     releases.append(item)
                 # Releases in a row share a request. A segment that follows them may need the room that they free.
                 if releases and (not isinstance(item, _Release) or len(releases) >= MOST_GATHERED):
