@@ -106,8 +106,8 @@ class LoopbackSegment:
 class LoopbackTensors:
     """See `backhaul._backward.remote_side.SavedTensorStream`."""
 
-    def __init__(self, saved: Recomputed, tensors: dict[int, Tensor]) -> None:
-        self.saved = saved
+    def __init__(self, compared: Recomputed, tensors: dict[int, Tensor]) -> None:
+        self.compared = compared
         self._tensors = tensors
 
     def take(self, position: int) -> Tensor:
