@@ -261,9 +261,18 @@ class Session:
         """The addresses of the workers, separated by commas, as `connect` accepts them."""
         return ",".join(worker.connection.name for worker in self._workers)
 
+    def __repr__(self) -> str:
+        if self.closed:
+            return f"<backhaul.Session {self.run}: closed>"
+        workers = [f"{one.connection.name} ({'up' if one.connection.up else 'down'})" for one in self._workers]
+        report = self._dispatcher.journal.report()
+        recomputed = f"{report.remote} segments recomputed on workers, {report.fallbacks} fallbacks"
+        return f"<backhaul.Session {self.run}: {', '.join(workers) or 'no worker'}; {recomputed}>"
+
     def report(self) -> Report:
         """Returns what has run where so far, why, and at what cost."""
-        return self._dispatcher.journal.report(self._copy_memory.used_bytes)
+        steps = None if self.telemetry is None else self.telemetry.steps
+        return self._dispatcher.journal.report(self._copy_memory.used_bytes, steps)
 
     def step(self, loss: Tensor | float | None = None) -> None:
         """Reports that a training step has ended. Only dashboards and traces depend on it.

@@ -1,5 +1,6 @@
 """examples/integrations/with_lightning.py, and other trainings with Lightning."""
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,26 @@ def test_gradients_of_steps(worker: WorkerProcess, tmp_path: Path, kind: str, st
     assert_equal_states(expected, actual)
     assert callback.report().travels == 1
     assert (callback.report().block is not None) == (steps == 4 and kind != "manual")
+
+
+def test_loggers_get_the_metrics(worker: WorkerProcess, tmp_path: Path) -> None:
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    trainer = lightning.Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        log_every_n_steps=1,
+        callbacks=[LightningCallback(worker.address, layers=nn.TransformerEncoderLayer, settings=QUIET)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=logger,
+        enable_checkpointing=False,
+    )
+    rows = torch.utils.data.TensorDataset(torch.randint(0, 64, (8, 16)))
+    trainer.fit(model_of("plain"), torch.utils.data.DataLoader(rows, batch_size=2))
+    logger.save()
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        shares = [row["backhaul/remote_share"] for row in csv.DictReader(file) if row["backhaul/remote_share"]]
+    assert shares == ["1.0"] * 4

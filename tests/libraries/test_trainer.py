@@ -114,7 +114,11 @@ def assert_equal_trainings(expected: Spy, actual: Spy, fewest_steps: int = 4) ->
 
 def logged(trainer: Spy) -> list[dict[str, Any]]:
     return [
-        {name: value for name, value in entry.items() if not name.endswith(("runtime", "per_second"))}
+        {
+            name: value
+            for name, value in entry.items()
+            if not name.startswith("backhaul/") and not name.endswith(("runtime", "per_second"))
+        }
         for entry in trainer.state.log_history
     ]
 
@@ -146,6 +150,21 @@ def compared(
 
 def test_the_example_trains_as_without_backhaul(worker: WorkerProcess) -> None:
     assert_trains_equally("trainer", worker.address)
+
+
+def test_what_the_trainer_logs_has_the_metrics(worker: WorkerProcess, tmp_path: Path) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(dict(logs))
+
+    callback = BackhaulCallback(worker.address, settings=QUIET)
+    trainer_of(tmp_path, [Tracker(), callback]).train()
+    with_loss = [logs for logs in seen if "loss" in logs]
+    assert with_loss
+    assert all(logs["backhaul/remote_share"] == 1.0 and "backhaul/fallbacks" in logs for logs in with_loss[1:])
+    assert not any(name.startswith("backhaul/") for logs in seen if "loss" not in logs for name in logs)
 
 
 @pytest.mark.parametrize("steps", [1, 4])

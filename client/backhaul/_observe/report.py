@@ -179,6 +179,38 @@ class BlockReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StepsReport:
+    """The steps that are measured so far: all but those of about the last second.
+
+    Attributes:
+        count: The number of steps.
+        wait_s: Seconds for which backward waited for workers, over all steps.
+        overhead_s: Seconds of recording, digests and sending in the trainer's own threads.
+        spared_s: Seconds that the trainer would have taken to recompute what workers have recomputed, and for the
+            backward where they returned gradients.
+        saved_bytes: The most bytes that autograd saved in segments at one time and that the trainer did not keep.
+    """
+
+    count: int = 0
+    wait_s: float = 0.0
+    overhead_s: float = 0.0
+    spared_s: float = 0.0
+    saved_bytes: int = 0
+
+    @property
+    def added_s(self) -> float:
+        """Seconds that workers have added to the steps."""
+        return self.wait_s + self.overhead_s
+
+    def __str__(self) -> str:
+        added, spared, waited = (1e3 * s / self.count for s in (self.added_s, self.spared_s, self.wait_s))
+        return (
+            f"in the mean of {self.count} steps: {added:.1f} ms added ({waited:.1f} ms of them waiting), where the "
+            f"trainer alone would have taken {spared:.1f} ms; {self.saved_bytes / 1e6:.1f} MB of activations not kept"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The counts of a session so far. `print` it, or read its fields.
 
@@ -186,11 +218,41 @@ class Report:
         segments: The counts by name, in the order of the first calls.
         block: The last accumulation block; None if there was none.
         copied_bytes: Bytes of the copies of parameters that the trainer keeps now, to send only their differences.
+        steps: What is measured of the steps; None with `telemetry=False`.
     """
 
     segments: tuple[SegmentReport, ...]
     block: BlockReport | None = None
     copied_bytes: int = 0
+    steps: StepsReport | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Returns figures for a tracker of experiments, such as `wandb.log(session.report().metrics())`.
+
+        The names stay the same from version to version. A figure that is not known yet is missing:
+
+        - `backhaul/remote_share`: the share of the recomputations that workers did, from 0 to 1.
+        - `backhaul/fallbacks`: the number of segments that were meant for a worker but ran on the trainer.
+        - `backhaul/rechecks`: the number of gradients that the trainer has computed as well, and found equal.
+        - `backhaul/up_bytes`, `backhaul/down_bytes`: bytes sent to workers, and received from them.
+        - `backhaul/added_s_per_step`: seconds that workers added to a step in the mean: waiting and overhead.
+        - `backhaul/spared_s_per_step`: seconds that the trainer would have taken in their place.
+        - `backhaul/saved_bytes`: the most bytes that autograd saved in segments and that the trainer did not keep.
+        """
+        figures: dict[str, float] = {
+            "fallbacks": self.fallbacks,
+            "rechecks": sum(segment.rechecked for segment in self.segments),
+            "up_bytes": self.up_bytes,
+            "down_bytes": self.down_bytes,
+        }
+        recomputed = self.remote + sum(s.decisions.get(Decision.TRAINER, 0) for s in self.segments)
+        if recomputed:
+            figures["remote_share"] = self.remote / recomputed
+        if self.steps is not None and self.steps.count:
+            figures["added_s_per_step"] = self.steps.added_s / self.steps.count
+            figures["spared_s_per_step"] = self.steps.spared_s / self.steps.count
+            figures["saved_bytes"] = self.steps.saved_bytes
+        return {f"backhaul/{name}": value for name, value in figures.items()}
 
     @property
     def remote(self) -> int:
@@ -278,6 +340,8 @@ class Report:
             )
         if self.block is not None:
             lines.append(str(self.block))
+        if self.steps is not None and self.steps.count:
+            lines.append(str(self.steps))
         return "\n".join(lines)
 
 
@@ -481,13 +545,14 @@ class Journal:
                 log = self._logs[name] = SegmentLog(name, self.session)
             return log
 
-    def report(self, copied_bytes: int = 0) -> Report:
+    def report(self, copied_bytes: int = 0, steps: StepsReport | None = None) -> Report:
         """Returns all counts so far.
 
         Args:
             copied_bytes: Bytes of the copies of parameters that the trainer keeps.
+            steps: What is measured of the steps, if anything is.
         """
         with self._lock:
             logs = list(self._logs.values())
         block = self.block
-        return Report(tuple(log.report() for log in logs), None if block is None else block(), copied_bytes)
+        return Report(tuple(log.report() for log in logs), None if block is None else block(), copied_bytes, steps)

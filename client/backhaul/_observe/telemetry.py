@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from backhaul._observe.ranks import rank_and_world
-from backhaul._observe.report import BlockReport, Decision
+from backhaul._observe.report import BlockReport, Decision, StepsReport
 from backhaul._observe.run_events import RunEvents
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.process.death_queue import DeathNotice, DeathQueue
@@ -127,6 +127,7 @@ class Telemetry:
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
         self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
+        self._measured = StepsReport()
         self._end = Latch()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
 
@@ -281,6 +282,26 @@ class Telemetry:
             self._dropped += len(report.steps) + len(report.calls)
         self.events.give_back(report.events)  # of which there are few, and they say why there was no report
 
+    @property
+    def steps(self) -> StepsReport:
+        """What is measured of the steps so far."""
+        return self._measured
+
+    def _measure(self, step: telemetry_pb2.Step, totals: _Totals) -> telemetry_pb2.Step:
+        """Adds what the step's totals measure. Waits for their device."""
+        step.wait_s, step.spared_s = totals.wait.wait(), totals.spared.wait()
+        if totals.block is not None:
+            step.block.CopyFrom(_block_message(totals.block()))
+        so_far = self._measured
+        self._measured = StepsReport(
+            so_far.count + 1,
+            so_far.wait_s + step.wait_s,
+            so_far.overhead_s + step.overhead_s,
+            so_far.spared_s + step.spared_s,
+            max(so_far.saved_bytes, step.saved_bytes),
+        )
+        return step
+
     def _reports(self, *, is_last: bool) -> Iterator[telemetry_pb2.TrainerReport]:
         """Yields the reports to send now."""
         with self._lock:
@@ -295,7 +316,7 @@ class Telemetry:
             self._run.is_closed = True
         if not self._run.world_size:  # the process group may be made after the session
             self._run.rank, self._run.world_size = rank_and_world()
-        messages = [_with_loss(_measured(step, totals), loss) for step, totals, loss, _ in steps]
+        messages = [_with_loss(self._measure(step, totals), loss) for step, totals, loss, _ in steps]
         events = self.events.take(is_last=is_last)
         was_told = False
         contexts = {step.number: context for step, *_, context in steps if context is not None}
@@ -331,14 +352,6 @@ def _block_message(block: BlockReport) -> telemetry_pb2.Block:
         ],
         pending_gradient_bytes=block.pending_gradient_bytes,
     )
-
-
-def _measured(step: telemetry_pb2.Step, totals: _Totals) -> telemetry_pb2.Step:
-    """Adds what the step's totals measure. Waits for their device."""
-    step.wait_s, step.spared_s = totals.wait.wait(), totals.spared.wait()
-    if totals.block is not None:
-        step.block.CopyFrom(_block_message(totals.block()))
-    return step
 
 
 def _with_loss(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:

@@ -18,7 +18,8 @@ _TODO = "it called torch.utils.checkpoint.checkpoint nowhere. Name the classes o
 class LightningCallback(Callback):
     """Lets workers recompute the layers of the model that a Trainer of Lightning trains.
 
-    Each `fit` has a session, which is connected at its start and closed at its end. With `accumulate_grad_batches`,
+    Each `fit` has a session, which is connected at its start and closed at its end. The loggers get the figures of
+    `Report.metrics`. With `accumulate_grad_batches`,
     workers finish the backward of one micro-batch while the trainer goes on with the next: see docs/accumulation.md.
     Put it first in the list of callbacks: those before it see gradients that are not complete.
 
@@ -100,6 +101,15 @@ class LightningCallback(Callback):
         self._deferring.close()
         if self._steps is not None and not trainer.fit_loop._should_accumulate():
             self._steps.end()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Gives the figures of `Report.metrics` to the loggers, as often as Lightning logs."""
+        if self.session is not None and not (trainer.global_step + 1) % trainer.log_every_n_steps:
+            figures = self.session.report().metrics()
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=trainer.global_step)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Ends the block of a step whose last micro-batch was skipped."""

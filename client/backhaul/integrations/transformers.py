@@ -29,7 +29,8 @@ class BackhaulCallback(TrainerCallback):
 
     Each `train()` has a session, which is connected at its start and closed at its end. Whatever switches the model's
     checkpointing on and off meanwhile stays in force. If several micro-batches make up an optimizer step, workers
-    finish the backward of one while the trainer goes on with the next: see docs/accumulation.md.
+    finish the backward of one while the trainer goes on with the next: see docs/accumulation.md. What the Trainer logs
+    of the training, also to W&B, TensorBoard or MLflow, has the figures of `Report.metrics`.
 
     Args:
         worker: The address of a worker, or several; see `backhaul.connect`. None: starts one on this machine.
@@ -128,6 +129,13 @@ class BackhaulCallback(TrainerCallback):
                     steps.end()
                 return loss
 
+            log = trainer.log
+
+            def log_with_metrics(logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+                # Trackers that the Trainer was given come before this callback, so its `on_log` would be too late.
+                log({**logs, **session.report().metrics()} if "loss" in logs else logs, *args, **kwargs)
+
+            undo.callback(replace_attribute(trainer, "log", log_with_metrics))
             undo.callback(replace_attribute(accelerator, "backward", backward_after_forward))
             undo.callback(replace_attribute(trainer, "training_step", ended_training_step))
             self._steps = steps if self._defers(args, accelerator) else None
