@@ -132,6 +132,33 @@ def in_a_region_of_another_dtype(checkpoint: Checkpoint, linear: nn.Linear, x: T
         return first.float().sum() + second + third.float().sin().sum()
 
 
+def after_a_region_of_another_dtype(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
+    """Whose cast is still there."""
+    with autocast():
+        with autocast(dtype=torch.float16):
+            first = linear.weight @ linear.weight
+        second = checkpoint(lambda h: (linear.weight @ linear.weight).float() @ h.T, x * 1)
+        return first.float().sum() + second
+
+
+def a_region_of_another_dtype_after_uses_that_cast_nothing(
+    checkpoint: Checkpoint, linear: nn.Linear, x: Tensor
+) -> Tensor:
+    """Which gets the cast of the region around the segment."""
+
+    def fn(h: Tensor) -> Tensor:
+        with autocast(enabled=False):
+            first = linear.weight @ linear.weight
+        second = first + linear.weight
+        with autocast(dtype=torch.float16):
+            third = linear.weight @ linear.weight
+        return (second + third.float()) @ h.T
+
+    with autocast():
+        first = linear.weight @ linear.weight
+        return checkpoint(fn, x * 1) + first.float().sum()
+
+
 def an_op_that_fails_between_regions(checkpoint: Checkpoint, linear: nn.Linear, x: Tensor) -> Tensor:
     """The second region casts the weight again, although an op failed after the first one."""
     odd = torch.ones(3)
@@ -180,6 +207,8 @@ CASES = [
     an_op_that_fails_without_gradients,
     a_cast_made_inside_for_others,
     in_a_region_of_another_dtype,
+    after_a_region_of_another_dtype,
+    a_region_of_another_dtype_after_uses_that_cast_nothing,
     a_loop_of_tied_layers,
     a_siamese_encoder,
     once_inside_once_outside,

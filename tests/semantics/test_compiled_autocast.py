@@ -105,6 +105,8 @@ NOT_KNOWN = {  # and why, with graphs="eager"
     "cleared_inside": "torch.compile cannot capture it whole",
     "nested": "torch.compile cannot capture it whole",
     "in_a_region_of_another_dtype": "the graph of its inside stays on the trainer",
+    "after_a_region_of_another_dtype": "the graph of its inside stays on the trainer",
+    "a_region_of_another_dtype_after_uses_that_cast_nothing": "the graph of its inside stays on the trainer",
 }
 
 

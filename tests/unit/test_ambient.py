@@ -1,4 +1,5 @@
 import dataclasses
+import platform
 import threading
 
 import pytest
@@ -79,3 +80,11 @@ def test_values_that_can_not_be(name: str, value: Value) -> None:
 def test_a_host_without_cuda_refuses_its_settings() -> None:
     with pytest.raises(ProgramError, match="no setting"):
         ambient_state.from_mapping({"cublas_fp16_reduction": "1,1"})
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other processors have what is asked for here")
+def test_a_setting_that_this_machine_does_not_have_is_refused() -> None:
+    present = ambient_state.capture()
+    state = ambient_state.from_mapping({**ambient_state.to_mapping(present), "cpu_fp16_reduction": True})
+    with ambient_state.restored(), pytest.raises(ProgramError, match="cpu_fp16_reduction can't be True"):
+        ambient_state.apply(state, present)

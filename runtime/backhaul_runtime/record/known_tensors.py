@@ -15,7 +15,7 @@ from backhaul_runtime.record.recording import Recording
 from backhaul_runtime.tensors.deferred_digest import digest_of
 from backhaul_runtime.tensors.digest import tensor_address
 from backhaul_runtime.tensors.layout import layout_of
-from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
+from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST, has_cast_of_other_dtype
 from backhaul_runtime.torch_internals.graph_uses import is_custom, is_module_hook, name_of
 from backhaul_runtime.torch_internals.private import (
     WeakTensorRef,
@@ -95,6 +95,8 @@ class KnownTensors:
             raise Refusal("the memory of a tensor was replaced inside the function (.data =, resize_, set_)")
         if known.requires_grad != tensor.requires_grad or known.has_no_history:
             self._check_history(tensor, known)
+        if isinstance(known.ref, SourceRef) and has_cast_of_other_dtype(tensor, self.first_sequence):
+            raise Refusal(STALE_CAST)
         return known.ref
 
     def _check_history(self, tensor: Tensor, known: _Known) -> None:

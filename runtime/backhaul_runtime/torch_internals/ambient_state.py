@@ -109,10 +109,16 @@ def apply(state: State, current: State) -> None:
     """Changes the calling thread's settings from `current` to `state`; only those that differ are written.
 
     CUDA's settings stay as they are if one of the states has none.
+
+    Raises:
+        ProgramError: This machine does not have one of the settings.
     """
-    for setting, value, present in zip(settings().values(), state, current, strict=False):
+    for (name, setting), value, present in zip(settings().items(), state, current, strict=False):
         if value != present:
-            setting.write(value)
+            try:
+                setting.write(value)
+            except RuntimeError as error:
+                raise ProgramError(f"the setting {name} can't be {value} on this machine: {error}") from error
 
 
 def _restore(state: State) -> None:
