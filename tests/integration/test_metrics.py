@@ -37,6 +37,7 @@ def test_a_tracker_gets_numbers_under_stable_names(worker: WorkerProcess) -> Non
         assert figures["backhaul/added_s_per_step"] == report.steps.added_s / 3 > 0
         assert figures["backhaul/saved_bytes"] == report.steps.saved_bytes > 0
         assert str(report.steps) in str(report)
+        assert str(report).endswith("values of workers have the bits of those of forward, wherever they were compared")
 
 
 def test_without_telemetry_there_are_no_figures_of_steps(worker: WorkerProcess) -> None:

@@ -105,6 +105,7 @@ def test_drift_is_measured_and_shown(other: WorkerProcess) -> None:
         drift = session.report().drift
         assert 0 < drift < 1e-5
         assert f"drift {drift:.1e}" in str(session.report())
+        assert f"values of workers are within {drift:.0e} of those of forward" in str(session.report())
         wait_until(lambda: drift in [s.drift for s in other.telemetry().sessions], "the worker is told")
 
 

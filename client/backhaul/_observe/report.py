@@ -342,6 +342,10 @@ class Report:
             lines.append(str(self.block))
         if self.steps is not None and self.steps.count:
             lines.append(str(self.steps))
+        if self.drift:
+            lines.append(f"values of workers are within {self.drift:.0e} of those of forward, where they were compared")
+        elif self.remote:
+            lines.append("values of workers have the bits of those of forward, wherever they were compared")
         return "\n".join(lines)
 
 
