@@ -71,6 +71,7 @@ MORE_SHARDED: dict[str, Case] = {
     "fsdp 1, flat": partial(sharded.in_the_first_version, use_orig_params=False),
     "fsdp, wrapped last": partial(sharded.sharded, is_wrapped_last=True),
     "fsdp, called": sharded.called,
+    "fsdp, compiled": sharded.compiled,
     "fsdp, called by its method": partial(sharded.called, call=lambda block: block.__call__),
     "fsdp in a mesh": sharded.in_a_mesh,
     "fsdp in groups": sharded.in_groups,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import gelu
 
+from backhaul._backend import backend
 from backhaul._torch_api.kept_regions import kept_region
 from distributed.training import STEPS, Block, Net, Ranks, Results, gradients, trained
 
@@ -46,6 +47,16 @@ def sharded(
 def called(ranks: Ranks, call: Callable[[nn.Module], Callable[..., Any]] = lambda block: block) -> Results:
     model = Net(lambda block, x: ranks.call(call(block), x))
     for block in model.blocks:
+        fully_shard(block)
+    return trained(ranks, fully_shard(model))
+
+
+def compiled(ranks: Ranks) -> Results:
+    """Blocks that are compiled before they are sharded, as torchtitan does it."""
+    torch.compiler.reset()
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend=backend)
         fully_shard(block)
     return trained(ranks, fully_shard(model))
 

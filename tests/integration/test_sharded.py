@@ -16,6 +16,7 @@ from torch.nn.functional import gelu
 
 import backhaul
 from backhaul import Decision, Session, unwrap
+from backhaul._backend import backend
 from backhaul._worker_client.upload.segment_sender import SegmentSender
 from backhaul._worker_client.upload.segment_upload import SegmentUpload
 from conftest import QUIET, RETURNS, quiet, settle
@@ -131,7 +132,35 @@ def test_sharded_blocks_are_recomputed_by_a_worker(
     assert segment.decisions == {Decision(returns): 2 * STEPS * BLOCKS}
 
 
-@pytest.mark.parametrize("build", [wrapped, called])
+def compiled(_: Session, checkpoint: Callable[..., Any]) -> Net:
+    """As torchtitan does it."""
+    model = Net()
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return shard(model)
+
+
+def called_compiled(_: Session, checkpoint: Callable[..., Any]) -> Net:
+    model = Net(checkpoint)
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend=backend)
+    return shard(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler", "alone")
+@pytest.mark.parametrize("build", [compiled, called_compiled])
+def test_compiled_blocks_inside_of_sharded_ones_are_known(session: Session, build: Callable[..., Net]) -> None:
+    assert differing(trained(lambda: build(session, session.checkpoint)), trained(lambda: shard(Net()))) == []
+    (segment,) = session.report().segments
+    assert segment.decisions == {Decision.GRADIENTS: 2 * STEPS * BLOCKS}
+    assert segment.known == segment.calls - 2  # the first block's input takes no gradient, those of others do
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("build", [wrapped, called, compiled])
 def test_weights_that_are_freed_before_they_are_sent(
     alone: None, worker: WorkerProcess, build: Callable[..., Net], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,9 +215,33 @@ def test_a_segment_that_contains_a_sharded_module_keeps_its_activations(alone: N
     assert segment.decisions[Decision.KEPT] == 2 * STEPS * BLOCKS
 
 
-def test_without_its_worker_a_sharded_segment_is_recomputed_here(alone: None, own_worker: WorkerProcess) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler", "alone")
+def test_a_compiled_part_around_a_sharded_module_reads_what_is_gathered(session: Session) -> None:
+    def build(*, is_compiled: bool) -> Net:
+        model = Net()
+        model.blocks = nn.ModuleList(Around() for _ in range(BLOCKS))
+        for around in model.blocks:
+            assert isinstance(around, Around)
+            fully_shard(around.block)
+            if is_compiled:
+                around.compile(backend=backend)
+        fully_shard(model)
+        return model
+
+    assert differing(trained(lambda: build(is_compiled=True)), trained(lambda: build(is_compiled=False))) == []
+    assert sum(segment.known for segment in session.report().segments) > 0
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile says what it ignores
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("build", [called, compiled])
+def test_without_its_worker_a_sharded_segment_is_recomputed_here(
+    alone: None, own_worker: WorkerProcess, build: Callable[..., Net]
+) -> None:
     with backhaul.connect(own_worker.address, settings=QUIET) as session:
-        ours = trained(lambda: called(session, session.checkpoint), 1, own_worker.kill)
+        ours = trained(lambda: build(session, session.checkpoint), 1, own_worker.kill)
         assert session.report().fallbacks == 2 * BLOCKS
     assert differing(ours, trained(lambda: shard(Net()), 1)) == []
 

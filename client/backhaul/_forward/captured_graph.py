@@ -5,13 +5,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from backhaul._dispatch.places import CapturedInputs
 from backhaul._dispatch.prediction import EncodedProgram
 from backhaul._forward.keep import EndedCall, bytes_needed
 from backhaul._forward.known_uses import KnownUses, check_casts
-from backhaul._torch_api.fsdp import frees_parameters
 from backhaul_runtime.errors import Refusal, UnsupportedTensorError
 from backhaul_runtime.program.program import Program, is_same_program
 from backhaul_runtime.record.known_program import SHARED_WRITE, VALUE_READ, KnownProgram, known_program, shares_memory
@@ -156,7 +155,7 @@ class CapturedGraph:
         layouts: list[Layout | None] = []
         state, is_in_region = ambient_state.capture(), in_region()
         key: list[Any] = [state, is_in_region]
-        tensors, frees = set[int](), frees_parameters()
+        tensors = set[int]()
         for position, value in enumerate(inputs):
             if position in self._numbers and isinstance(value, Tensor):
                 if value.device.type != "cpu":  # its value is not a part of the kind: reading it would wait
@@ -170,8 +169,6 @@ class CapturedGraph:
                 layout = layout_of(value)
             except UnsupportedTensorError as error:
                 return f"one of its inputs is a {error.fields['reason']}"
-            if frees and isinstance(value, nn.Parameter):
-                return "FSDP may free its parameters"
             layouts.append(layout)
             tensors.add(id(value))
             key += id(layout), value.requires_grad, value.is_leaf, is_view(value)

@@ -10,7 +10,9 @@ NOTE [Sharded]
 3. The uploader's thread must not read memory that FSDP may free. It gets copies of the parameters that the worker
    lacks, made before the call ends. They count as bytes that wait to be sent, and are dropped once they are sent. A
    recomputation on the trainer reads the parameters themselves, which FSDP has gathered again by then.
-4. Only FSDP knows which parameters are sharded. While FSDP is in use, every parameter is treated as sharded.
+4. A compiled graph reads parameters only while they are gathered: FSDP's hooks are not ops, so no graph contains one.
+   So a call of a known program takes their digests and copies before it runs.
+5. Only FSDP knows which parameters are sharded. While FSDP is in use, every parameter is treated as sharded.
 """
 
 import sys
@@ -34,12 +36,12 @@ def is_sharded(module: object) -> bool:
 
 
 def may_be_freed(tensor: Tensor) -> bool:
-    """Whether a captured tensor's memory may be freed while the tensor lives (Rule 4)."""
+    """Whether a captured tensor's memory may be freed while the tensor lives (Rule 5)."""
     return isinstance(tensor, nn.Parameter) and frees_parameters()
 
 
 def frees_parameters() -> bool:
-    """Whether any parameter's memory may be freed at present, because FSDP is in use (Rule 4)."""
+    """Whether any parameter's memory may be freed at present, because FSDP is in use (Rule 5)."""
     kind = _class_of_fsdp("FSDPModule")
     return kind is not None and torch.distributed.is_initialized() and _has_modules(kind)
 
