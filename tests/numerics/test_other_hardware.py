@@ -98,6 +98,33 @@ def test_gradients_are_right_on_other_hardware(name: str, returns: str, other: W
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_recheck_accuses_no_honest_worker(name: str, other: WorkerProcess) -> None:
+    with backhaul.connect(other.address, recheck=1.0, settings=QUIET) as session:
+        one_step(CASES[name], session.checkpoint)
+        report = session.report()
+    assert report.fallbacks == 0
+    for segment in report.segments:
+        assert segment.rechecked == segment.decisions.get(Decision.GRADIENTS, 0)
+
+
+@pytest.mark.parametrize("other", ["SSE4.1"], indirect=True, scope="module")
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_recheck_allows_for_gradients_that_are_zero_but_for_rounding(is_mixed: bool, other: WorkerProcess) -> None:
+    """The bias before a norm. Under autocast float32 holds what was rounded to bfloat16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64))
+    with backhaul.connect(other.address, recheck=1.0, settings=QUIET) as session:
+        for _ in range(8):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+                y = session.checkpoint(model, torch.randn(256, 64))
+            y.float().square().mean().backward()
+        (segment,) = session.report().segments
+    assert segment.reasons == {}
+    assert segment.rechecked == 8
+
+
+@pytest.mark.slow
 def test_drift_is_measured_and_shown(other: WorkerProcess) -> None:
     with backhaul.connect(other.address, settings=QUIET) as session:
         one_step(CASES["shared states and weights"], session.checkpoint)

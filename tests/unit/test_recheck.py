@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backhaul._backward.recheck import differing, is_drawn
+from backhaul._backward.recheck import Rounding, differing, is_drawn
 from backhaul_runtime.replay.replay import Contribution
 
 KEYS = [number.to_bytes(32, "little") for number in range(200)]
@@ -71,6 +71,63 @@ def test_on_other_hardware_gradients_may_be_as_far_away_as_the_page_says(dtype: 
     assert not source
     assert distance == pytest.approx(2 * allowed, rel=0.2)
     assert differing(ours, contributions(values.to(dtype) * math.nan), (), is_exact=False) is not None
+
+
+INF = math.inf
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ([INF, 1.0], [-INF, 1.0]),
+        ([INF, 1.0], [math.nan, 1.0]),
+        ([INF, 1.0], [INF, 2.0]),
+        ([1.0, 1.0], [INF, 1.0]),
+        ([0.0, 0.0], [0.0, 1e-30]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+def test_what_is_not_finite_hides_nothing(
+    ours: list[float], theirs: list[float], dtype: torch.dtype, is_exact: bool
+) -> None:
+    one, other = (torch.tensor(numbers, dtype=dtype) for numbers in (ours, theirs))
+    difference = differing(contributions(A, one), contributions(A, other), (), is_exact=is_exact)
+    assert difference is not None
+    assert difference[0] == 1
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 1e300])
+def test_numbers_of_all_sizes_are_compared(scale: float) -> None:
+    values = torch.linspace(1, 2, 64, dtype=torch.float64) * scale
+    for factor, is_near in [(1e-11, True), (1e-9, False)]:
+        difference = differing(contributions(values), contributions(values * (1 + factor)), (), is_exact=False)
+        assert (difference is None) == is_near
+
+
+def test_gradients_that_are_not_finite_count_as_near_if_they_are_the_same() -> None:
+    ours = torch.tensor([math.nan, INF, -INF, 1.0])
+    theirs = torch.tensor([-math.nan, INF, -INF, 1.0 + 1e-6])
+    assert differing(contributions(ours), contributions(theirs), (), is_exact=False) is None
+    assert differing(contributions(A * math.nan), contributions(A * -math.nan), (), is_exact=False) is None
+
+
+def test_where_rounding_carries_further_gradients_may_be_further_away() -> None:
+    ours, far, further = (contributions(A * scale) for scale in (1e-8, 3e-8, 1e-2))
+    noise, calm = (Rounding(contributions(A * scale), 1.0) for scale in (2e-8, 1e-8 * (1 + 1e-7)))
+    assert differing(ours, far, (), is_exact=False) is not None
+    assert differing(ours, far, (), is_exact=False, rounding=calm) is not None
+    assert differing(ours, far, (), is_exact=False, rounding=noise) is None
+    assert differing(ours, further, (), is_exact=False, rounding=noise) is not None
+    assert differing(ours, contributions(A[:2]), (), is_exact=False, rounding=noise) is not None
+
+
+def test_rounding_explains_nothing_that_is_large_beside_all_gradients() -> None:
+    ours, far = contributions(A), contributions(A * 1.1)
+    assert differing(ours, far, (), is_exact=False, rounding=Rounding(contributions(A * 1.2), 100.0)) is None
+    assert differing(ours, far, (), is_exact=False, rounding=Rounding(contributions(A * 1.2), 1.0)) is not None
+    not_finite = contributions(A.index_fill(0, torch.tensor(0), INF))
+    assert differing(ours, not_finite, (), is_exact=False, rounding=Rounding(not_finite, 100.0)) is not None
 
 
 def test_sums_are_compared_as_the_worker_adds() -> None:

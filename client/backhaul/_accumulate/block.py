@@ -459,10 +459,10 @@ class AccumulationBlock:
         Raises:
             RecheckError: The gradients of one are wrong.
         """
-        for segment, gradients, answer in micro_batch.drawn:
+        for is_repeated in micro_batch.drawn:
             try:
                 with under(micro_batch.state):
-                    segment.frame.is_repeated(gradients, *answer)
+                    is_repeated()
             except WorkerLostError:  # the worker is out
                 self._check_workers()
         micro_batch.drawn.clear()

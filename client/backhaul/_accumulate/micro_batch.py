@@ -45,8 +45,7 @@ class MicroBatch:
         first_gradient: The gradient with which the chain began.
         stored: The gradient of the next segment, if only its worker has it.
         last_gradient: The last gradient that the trainer had, with the position of its segment in the chain.
-        drawn: The segments whose answers the caller's thread rechecks, each with the gradients of its outputs, its
-            contributions, and the sources of which the worker has added these up.
+        drawn: The rechecks of the answers that were drawn, for the caller's thread.
         ended: The last part of the chain that was queued.
         is_stopped: Whether the rest of the chain is left to the trainer.
         error: Why a part of the chain has failed.
@@ -64,9 +63,7 @@ class MicroBatch:
     first_gradient: Tensor | None = None
     stored: StoredGradient | None = None
     last_gradient: tuple[int, Tensor] | None = None
-    drawn: list[tuple[ChainSegment, dict[int, Tensor], tuple[list[Contribution], set[int]]]] = field(
-        default_factory=list
-    )
+    drawn: list[Callable[[], bool]] = field(default_factory=list)
     ended: Promise[None] | None = None
     is_stopped: bool = False
     error: Exception | None = None

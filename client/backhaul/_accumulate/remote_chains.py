@@ -142,7 +142,8 @@ class RemoteChains:
         if isinstance(gradient, Tensor):
             micro_batch.last_gradient = len(micro_batch.uncollected), gradient
         leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
-        rechecks = frame.remote.rechecks if frame.remote is not None else None
+        remote = frame.remote
+        rechecks = None if remote is None else remote.rechecks
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
@@ -162,9 +163,9 @@ class RemoteChains:
             self._upcoming(micro_batch, uploader),
             self._rounds[uploader],
         )
-        if rechecks is not None and rechecks.draws():
+        if remote is not None and rechecks is not None and rechecks.draws():
             own = {position: one for position, one in gradients.items() if isinstance(one, Tensor)}
-            micro_batch.drawn.append((segment, own, (answer.contributions, summed)))
+            micro_batch.drawn.append(partial(frame.is_repeated, remote, own, answer.contributions, summed))
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited

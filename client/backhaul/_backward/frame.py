@@ -20,7 +20,7 @@ from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.handles import Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
-from backhaul._backward.recheck import differing
+from backhaul._backward.recheck import Rounding, differing, norm_of
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
@@ -196,14 +196,15 @@ class Frame:
         if needs_graph:
             self.call.check_strict(needs_graph)
             self.call.log.on_trainer(needs_graph)
-        if self.remote is not None and not needs_graph:
+        remote = self.remote  # another thread's backward may lose it meanwhile
+        if remote is not None and not needs_graph:
             stopwatch, summed = Stopwatch(self.call.device), frozenset(self.consumers.sources)
             try:
                 contributions = self.remote_gradients(gradients, ambient_state.capture(), summed=summed).contributions
                 took = stopwatch.stop()
-                if (rechecks := self.remote.rechecks) is not None:
-                    is_checked = rechecks.draws() and self.is_repeated(gradients, contributions, summed)
-                    rechecks.believe(self.remote.worker, is_checked=is_checked)
+                if (rechecks := remote.rechecks) is not None:
+                    is_checked = rechecks.draws() and self.is_repeated(remote, gradients, contributions, summed)
+                    rechecks.believe(remote.worker, is_checked=is_checked)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -212,17 +213,18 @@ class Frame:
         if not needs_graph:
             self.call.check_strict(self.local_reason)
         stopwatch = Stopwatch(self.call.device)
-        contributions = self._gradients_here(gradients, self._ways_by_number(ways) if needs_graph else None)
+        assert self.lineage is not None
+        contributions = self._gradients_here(
+            self.lineage.values(), gradients, self._ways_by_number(ways) if needs_graph else None
+        )
         self.call.log.add(Decision.TRAINER, stopwatch.stop())
         return contributions
 
     def _gradients_here(
-        self, gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor] | None = None
+        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor] | None = None
     ) -> list[Contribution]:
-        """Runs the segment's backward on the trainer. `ways` are by source or output."""
+        """Runs the segment's backward on the trainer, on the values of its sources. `ways` are by source or output."""
         assert self.program is not None
-        assert self.lineage is not None
-        values = self.lineage.values()
         contributions = local_recompute.gradients_here(
             self.call.name, self.program, self.call.recording, values, gradients, self.replay_options, ways=ways
         )
@@ -230,11 +232,16 @@ class Frame:
         return contributions
 
     def is_repeated(
-        self, gradients: Mapping[int, Tensor], contributions: Sequence[Contribution], summed: Set[int]
+        self,
+        remote: RemoteSegment,
+        gradients: Mapping[int, Tensor],
+        contributions: Sequence[Contribution],
+        summed: Set[int],
     ) -> bool:
         """Whether the trainer gets the same gradients as the worker. False also if it can't compute them.
 
         Args:
+            remote: The worker's side that has returned them.
             gradients: The gradients of the program's outputs, by the output's position.
             contributions: What the worker has returned for them.
             summed: The sources whose contributions the worker has added up.
@@ -243,17 +250,18 @@ class Frame:
             RecheckError: The trainer cannot repeat its own computation.
             WorkerLostError: The worker's gradients are wrong, and it is out of the session. See NOTE [Recheck].
         """
-        remote = self.remote
-        assert remote is not None
         assert remote.rechecks is not None
         assert self.program is not None
+        assert self.lineage is not None
         if self.program.functions:  # their backward is the user's code, and would run on the trainer too
             self.call.log.not_rechecked("it runs custom functions")
             return False
         try:
-            ours = self._gradients_here(gradients)
-        except BackhaulError as error:
-            self.call.log.not_rechecked(error.message.splitlines()[0])
+            values = self.lineage.values()
+            ours = self._gradients_here(values, gradients)
+        except Exception as error:  # a trainer without free memory, for example, needs the worker all the more
+            message = error.message if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
+            self.call.log.not_rechecked(message.partition("\n")[0])
             return False
         # Without this setting the backward of some kernels adds in no fixed order on a GPU, such as fused attention.
         is_exact = remote.is_exact and (
@@ -261,15 +269,17 @@ class Frame:
         )
         difference = differing(ours, contributions, summed, is_exact=is_exact)
         if difference is not None:
-            again = self._gradients_here(gradients)
-            if differing(ours, again, (), is_exact=False) is not None:
-                raise RecheckError(
-                    f"segment {self.call.name}: the trainer has computed its gradients twice, and they differ by more "
-                    "than rounding does. Look for a damaged device: what this machine computes can't be trusted",
-                    segment=self.call.name,
-                )
-            if differing(ours, again, (), is_exact=True) is not None:  # its kernels add in no fixed order
-                difference = differing(ours, contributions, summed, is_exact=False)
+            again = self._gradients_here(values, gradients)
+            if not is_exact or differing(ours, again, (), is_exact=True) is not None:  # kernels that add in no order
+                rounding = self._rounding(values, gradients, ours)
+                if differing(ours, again, (), is_exact=False, rounding=rounding) is not None:
+                    raise RecheckError(
+                        f"segment {self.call.name}: the trainer has computed its gradients twice, and they differ by "
+                        "more than rounding does. Look for a damaged device: what this machine computes can't be "
+                        "trusted",
+                        segment=self.call.name,
+                    )
+                difference = differing(ours, contributions, summed, is_exact=False, rounding=rounding)
         if difference is not None:
             source, distance = difference
             why = (
@@ -281,6 +291,19 @@ class Frame:
             raise WorkerLostError(why, status="LOST")
         self.call.log.rechecked()
         return True
+
+    def _rounding(
+        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], ours: Sequence[Contribution]
+    ) -> Rounding | None:
+        """Returns how far rounding carries in the segment's backward; None if an op refuses other inputs."""
+        assert self.program is not None
+        known = [*gradients.values(), *(one.gradient for one in ours if one.gradient is not None)]
+        with suppress(Exception):  # such as a probability that is above 1 now
+            shaken = local_recompute.shaken_gradients_here(
+                self.program, self.call.recording, values, gradients, self.replay_options
+            )
+            return Rounding(shaken, max(map(norm_of, known), default=0.0))
+        return None
 
     def remote_gradients(
         self,

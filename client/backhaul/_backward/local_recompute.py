@@ -17,13 +17,15 @@ from backhaul_runtime.record.recording import RecordedSource, Recording
 from backhaul_runtime.replay.replay import Contribution, Replay, isolated
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, KnownDigests, read
 from backhaul_runtime.tensors.digest import tensor_address
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.layout import copy_exact, layout_of
+from backhaul_runtime.tensors.random_projection import TOLERANCES
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import outside_transforms, version_of
 
 logger = logging.getLogger("backhaul")
 
 _WHERE = "on the trainer"
+_SHAKEN = {*TOLERANCES, *(dtype.to_complex() for dtype in TOLERANCES)} - {torch.complex32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,40 @@ def gradients_here(
     contributions = replay.backward(gradients, create_graph=torch.is_grad_enabled())
     _check_written(name, recording, replay)
     return contributions
+
+
+def shaken_gradients_here(
+    program: Program,
+    recording: Recording,
+    values: Sequence[Tensor],
+    gradients: Mapping[int, Tensor],
+    aids: ReplayOptions = _NONE,
+) -> list[Contribution]:
+    """Computes the contributions of a segment from inputs that are all moved by one rounding, up or down.
+
+    How far they move from those of `gradients_here` shows how far rounding carries. Checks no values. The arguments are
+    those of `gradients_here`.
+    """
+    state = ambient_state.capture()
+    with _ours(recording):
+        replay = Replay(
+            program, list(map(_shaken, values)), recording.generator_states, is_own=True, context=aids.context
+        )
+        ambient_state.apply(state, ambient_state.capture())
+        return replay.backward({position: _shaken(gradient) for position, gradient in gradients.items()})
+
+
+def _shaken(tensor: Tensor) -> Tensor:
+    """Returns a tensor whose elements are moved by one rounding, each in a direction of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.dtype not in _SHAKEN:
+        return tensor
+    layout = layout_of(tensor)
+    if any(not stride and length > 1 for stride, length in zip(layout.strides, layout.shape, strict=True)):
+        return tensor  # one element in memory can't move in two directions
+    generator = torch.Generator().manual_seed(0)  # not the training's own
+    signs = 2 * torch.randint(2, tensor.shape, generator=generator, device="cpu").to(tensor) - 1
+    with torch.no_grad():
+        return copy_exact(tensor, layout).addcmul_(tensor, signs, value=torch.finfo(tensor.dtype).eps)
 
 
 def _check_written(name: str, recording: Recording, replay: Replay) -> None:
