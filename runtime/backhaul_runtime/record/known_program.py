@@ -36,7 +36,7 @@ from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import RecordedSource, Recording, SavedTensor
 from backhaul_runtime.record.sources import MakeCopy, note_write, recorded_source
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
-from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.tensors.digest import digest_at, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
@@ -289,25 +289,24 @@ class KnownCall:
         self._contents: list[Digest] = []  # of the sources
         self._node, self._of_this_node = 0, list[Tensor]()
         argument_ids = {id(tensor) for tensor in arguments}
-        for tensor, layout in zip(inputs, layouts, strict=True):
+        take, contents, sources = self._digests.take, self._contents, self.recording.sources
+        for tensor, layout, program_source in zip(inputs, layouts, known.program.sources, strict=True):
             is_argument = id(tensor) in argument_ids
-            content = self._content(tensor, layout, fixed, is_argument=is_argument)
-            self._contents.append(content)
+            content = take(tensor, layout) if fixed is None else self._fixed(tensor, layout, fixed, is_argument)
+            contents.append(content)
             address = digest_of(tensor_address, layout, content)
             if known.is_cast and CASTS.has_stale_cast(tensor, address):
                 raise Refusal(STALE_CAST)
             source = recorded_source(tensor, layout, address, make_copy, is_argument=is_argument)
-            if known.program.sources[len(self.recording.sources)].is_written:
+            if program_source.is_written:
                 note_write(source, tensor)
-            self.recording.sources.append(source)
+            sources.append(source)
         if known.draws_on is not None:
             state = default_generator(known.draws_on).get_state().numpy().tobytes()
             self.recording.generator_states += [state, *[b""] * (known.program.draws - 1)]
             self.recording.continuing.update(range(1, known.program.draws))
 
-    def _content(self, tensor: Tensor, layout: Layout, fixed: FixedDigests | None, *, is_argument: bool) -> Digest:
-        if fixed is None:
-            return self._digests.take(tensor, layout)
+    def _fixed(self, tensor: Tensor, layout: Layout, fixed: FixedDigests, is_argument: bool) -> Digest:
         content = fixed.get(key := contents_key(tensor, layout))
         if content is None:
             content = self._digests.take(tensor, layout)
@@ -335,8 +334,8 @@ class KnownCall:
             content = b""
         elif known.is_undefined:
             content = UNDEFINED_CONTENT
-        elif layout.is_dense_on_host:
-            content = content_digest(tensor, layout)
+        elif layout.is_dense_on_host and known.source < 0:  # an op of the call has just made it, as in the recorded one
+            content = digest_at(tensor.data_ptr(), layout)
         else:
             content = self._digests.take(tensor, layout)
         saved.append(content)

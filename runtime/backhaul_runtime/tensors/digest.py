@@ -29,6 +29,16 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     return weighted_sums(data)
 
 
+def digest_at(address: int, layout: Layout) -> bytes:
+    """Returns the `content_digest` of a dense tensor on the host, without a look at the size of its storage.
+
+    Args:
+        address: The address of its first element. The memory from there on must have the layout's bytes.
+        layout: The layout of the tensor.
+    """
+    return xxhash.xxh3_128_digest(layout.memory_type.from_address(address))
+
+
 def weighted_sums(data: Tensor) -> bytes:
     """Returns the `device_sums` of a uint8 tensor [n] as 16 bytes. Waits for an accelerator."""
     (digest,) = read_sums([device_sums(data)])
