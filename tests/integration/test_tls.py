@@ -242,7 +242,7 @@ def said(*command: str) -> str:
 def test_health_over_tls(secured: Secured, made: Path) -> None:
     address = secured.process.address
     assert said("health", address, "--tls", str(made / "trainer")) == f"0 {address}: serving\n"
-    assert said("health", address).startswith(f"1 {address}: UNAVAILABLE")
+    assert said("health", address).startswith(f"1 {address}: the connection broke")
     assert "can't be read" in said("health", address, "--tls", "/nowhere")
 
 

@@ -15,7 +15,7 @@ from backhaul_server.dashboard.collect.plain_words import why_unanswered
         ("UNAVAILABLE", "Socket closed", "the connection broke"),
         ("UNAVAILABLE", "", "it cannot be reached"),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", "it did not answer in time"),
-        ("UNAUTHENTICATED", "the request needs a token", "it does not accept the dashboard's token"),
+        ("UNAUTHENTICATED", "the request needs a token", "it wants a token, or does not accept the one that it got"),
         ("UNIMPLEMENTED", "Method not found!", "no Backhaul worker"),
         ("UNKNOWN", "it is on fire", "it is on fire"),
     ],

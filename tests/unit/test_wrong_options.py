@@ -1,5 +1,7 @@
 """Options of `backhaul plan`, `doctor` and `worker` that can't be used: one line says why, with exit code 2."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,12 @@ PLAN = ["plan", "--model", "support.example_models:plain"]
         (["doctor", "--worker", "two words:1"], "can't be read"),
         (["worker", "--allow"], "--allow: expected at least one argument"),
         (["worker", "--memory", "2XB"], '"2XB" is not a size'),
+        (["worker", "--memory", "8gb"], '"8gb" may mean powers of 1000 or of 1024: write 8GiB'),
+        (["worker", "--mem", "1GiB"], "backhaul worker: error: unrecognized arguments: --mem 1GiB"),
+        (["worker", "--memroy=1GiB"], "unrecognized arguments: --memroy=1GiB; did you mean --memory?"),
+        (["wroker"], "there is no command 'wroker'; did you mean worker?"),
+        (["fleet", "upp"], "invalid choice: 'upp'"),
+        (["worker", "--listen", "0.0.0.0:50077"], "everyone who reaches it could use this worker"),
     ],
 )
 def test_what_is_wrong_with_an_option_is_said_in_a_line(
@@ -48,6 +56,20 @@ def test_what_is_wrong_with_an_option_is_said_in_a_line(
     *usage, last = capsys.readouterr().err.strip().splitlines()
     assert (code, why in last) == (2, True), last
     assert not usage or usage[0].startswith("usage: ")
+
+
+def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["help", "worker"])
+    assert capsys.readouterr().out.startswith("usage: backhaul worker ")
+
+
+def test_options_of_a_worker_are_checked_before_torch_is_imported() -> None:
+    program = (
+        "import sys; from backhaul._cli.main import main; "
+        "assert main(['worker', '--listen', '0.0.0.0:50077']) == 2; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def test_an_existing_file_that_is_not_writable_is_named(

@@ -16,6 +16,9 @@ USAGE = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = [*argv[1:], "--help"]
     parser, commands = build()
     options = {name: options_of(name, command) for name, command in commands.items()}
     for name, command in commands.items():

@@ -5,14 +5,52 @@ Does not import torch.
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.metadata import entry_points
+from typing import Any, NoReturn
 
 from backhaul_runtime.version import version
 
 GROUP = "backhaul.commands"
 EXTRAS = dict.fromkeys(("bench", "experiment", "plan", "simulate"), "lab")
 """Commands of separate distributions, each with the extra that installs it."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that knows each option by its whole name only, and says what may have been meant."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses unknown arguments itself, so that a wrong option of a command shows the command's usage."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [option for one in unknown for option in self._nearest(one.partition("=")[0], self._options())]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(options)}")
+        return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the message, and ends the process with code 2."""
+        wrong = re.search(r"argument COMMAND: invalid choice: '([^']*)'", message)
+        if wrong is not None:
+            message = f"there is no command {wrong[1]!r}{_hint(self._nearest(wrong[1], self._commands()))}"
+        super().error(message)
+
+    def _options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+    def _commands(self) -> list[str]:
+        return [name for action in self._actions if isinstance(action.choices, dict) for name in action.choices]
+
+    @staticmethod
+    def _nearest(word: str, known: Sequence[str]) -> list[str]:
+        return get_close_matches(word, known, n=1)
+
+
+def _hint(meant: Iterable[str]) -> str:
+    return "".join(f"; did you mean {one}?" for one in meant)
 
 
 def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -22,7 +60,7 @@ def build() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]
     that of its command and its own, as in "fleet up". The parsed arguments have the name as
     `command` and the command's function as `run`.
     """
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = CommandParser(
         prog="backhaul", description="Activation checkpointing for PyTorch that recomputes on another machine."
     )
     parser.add_argument("--version", action="version", version=f"backhaul {version()}")

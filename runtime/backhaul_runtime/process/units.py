@@ -11,10 +11,11 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>b|[kmgt](i?b)?)?", re.IG
 
 
 def parse_size(text: str) -> int:
-    """Returns the bytes of a size such as "4GiB", "4g", "512 MB" or "4096B". Units are powers of 1024.
+    """Returns the bytes of a size such as "4GiB", "4g" or "4096B". Units are powers of 1024.
 
     Raises:
-        ArgumentTypeError: The text is no size above 0, or has no unit: "64" may mean bytes or gigabytes.
+        ArgumentTypeError: The text is no size above 0, has no unit, as "64" may mean bytes or gigabytes, or has one of
+            which people have two ideas, such as "GB".
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -24,6 +25,10 @@ def parse_size(text: str) -> int:
         raise ArgumentTypeError(f'"{text}" leaves no room: omit it to take half of the memory')
     if unit is None:
         raise ArgumentTypeError(f'"{text}" has no unit: write {match["number"]}GiB, {match["number"]}MiB or another')
+    if len(unit) == len("GB"):
+        raise ArgumentTypeError(
+            f'"{text}" may mean powers of 1000 or of 1024: write {match["number"]}{unit[0].upper()}iB'
+        )
     size_bytes = number * _UNITS[unit[0].lower()]
     if size_bytes > _MOST_BYTES:
         raise ArgumentTypeError(f'"{text}" is more memory than any machine has')

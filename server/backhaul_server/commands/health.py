@@ -3,6 +3,7 @@
 import argparse
 import sys
 from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
 from backhaul_runtime.errors import AddressError, SettingError
@@ -54,6 +55,7 @@ def _worker(address: str, timeout_s: float, tls: TlsFiles | None) -> str:
     import grpc
 
     from backhaul_runtime.wire.protocol import CHANNEL_OPTIONS
+    from backhaul_server.dashboard.collect.plain_words import why_unanswered
 
     try:
         from grpc_health.v1 import health_pb2
@@ -75,7 +77,7 @@ def _worker(address: str, timeout_s: float, tls: TlsFiles | None) -> str:
             status = check(request(), timeout=timeout_s).status
         except grpc.RpcError as error:
             assert isinstance(error, grpc.Call)
-            return f"{error.code().name}: {str(error.details()).rpartition('last error: ')[2]}"
+            return why_unanswered(error.code(), str(error.details()))
     return "" if status == response.SERVING else response.ServingStatus.Name(status)
 
 
@@ -84,9 +86,11 @@ def _dashboard(url: str, timeout_s: float) -> str:
     try:
         with build_opener(ProxyHandler({})).open(f"{url.rstrip('/')}/healthz", timeout=timeout_s):
             return ""
-    except (
-        OSError,
-        HTTPException,
-        ValueError,
-    ) as error:  # the opener also raises for an HTTP status other than success
-        return " ".join(str(error).split()) or type(error).__name__
+    except HTTPError as error:
+        return f"what listens there answers {error.code} {error.reason}: it is no dashboard, or not ready"
+    except (HTTPException, ValueError) as error:
+        return f"what listens there is no dashboard: {' '.join(str(error).split()) or type(error).__name__}"
+    except OSError as error:
+        from backhaul_server.dashboard.collect.plain_words import why_unreachable
+
+        return why_unreachable(str(error))

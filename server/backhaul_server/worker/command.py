@@ -11,7 +11,7 @@ from backhaul_runtime.process.addresses import parse_address
 from backhaul_runtime.process.tls import TlsFiles
 from backhaul_runtime.process.units import parse_seconds, parse_size
 from backhaul_runtime.wire.protocol import LEASE_S
-from backhaul_server.worker.config import EXECUTION_LIMIT_S, WorkerConfig
+from backhaul_server.worker.config import EXECUTION_LIMIT_S, WorkerConfig, why_exposed
 from backhaul_server.worker.credentials import Credentials
 from backhaul_server.worker.idleness import QUIET_S, Idleness
 from backhaul_server.worker.supervisor import supervise
@@ -144,6 +144,8 @@ def run(arguments: argparse.Namespace) -> int:
             parent=arguments.parent,
             supervisor=arguments.supervisor,
         )
+        if trouble := why_exposed(config):
+            raise SettingError(trouble)
     except (AddressError, SettingError) as error:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2

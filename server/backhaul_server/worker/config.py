@@ -71,6 +71,25 @@ class WorkerConfig:
     """Process id of the supervisor that restarts the worker, and with which the worker ends; 0 for none."""
 
 
+def why_exposed(config: WorkerConfig) -> str:
+    """Returns why the worker must not listen on its address; empty if it may."""
+    if config.address.is_local:
+        return ""
+    reachable = f'"{config.address.text}" can be reached from other machines'
+    if config.credentials is None:
+        return (
+            f"{reachable}, and everyone who reaches it could use this worker. Make a token with `backhaul token FILE` "
+            "and start with --token-file FILE, or listen on 127.0.0.1 or unix:/path"
+        )
+    if config.tls is None and not config.plaintext:
+        return (
+            f"{reachable}, and without TLS everyone who can observe the network could read tensors and tokens. Make "
+            "certificates with `backhaul certificates DIR` and start with --tls-cert, --tls-key and --tls-ca; or "
+            "accept that with --plaintext, for example in a private network or behind a tunnel"
+        )
+    return ""
+
+
 def host_memory_bytes() -> int:
     """Returns the bytes of this machine's memory, or the limit of this process's container if that is lower."""
     total = next(

@@ -67,9 +67,6 @@ def serve(config: WorkerConfig) -> int:
     Args:
         config: The settings of this worker.
     """
-    if trouble := _why_exposed(config):
-        print(f"backhaul worker: {trouble}", file=sys.stderr)
-        return 2
     if not config.address.is_local and config.tls is None:
         logger.warning(
             "Without TLS, everyone who can observe the network can read tensors and tokens, and use the worker with "
@@ -86,25 +83,6 @@ def serve(config: WorkerConfig) -> int:
         print(f"backhaul worker: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _why_exposed(config: WorkerConfig) -> str:
-    """Returns why the worker must not listen on its address; empty if it may."""
-    if config.address.is_local:
-        return ""
-    reachable = f'"{config.address.text}" can be reached from other machines'
-    if config.credentials is None:
-        return (
-            f"{reachable}, and everyone who reaches it could use this worker. Make a token with `backhaul token FILE` "
-            "and start with --token-file FILE, or listen on 127.0.0.1 or unix:/path"
-        )
-    if config.tls is None and not config.plaintext:
-        return (
-            f"{reachable}, and without TLS everyone who can observe the network could read tensors and tokens. Make "
-            "certificates with `backhaul certificates DIR` and start with --tls-cert, --tls-key and --tls-ca; or "
-            "accept that with --plaintext, for example in a private network or behind a tunnel"
-        )
-    return ""
 
 
 def _allowed(config: WorkerConfig, device: torch.device) -> OfferedNames:

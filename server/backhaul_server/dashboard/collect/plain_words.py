@@ -4,8 +4,8 @@ import grpc
 
 _MEANINGS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "it did not answer in time",
-    grpc.StatusCode.UNAUTHENTICATED: "it does not accept the dashboard's token",
-    grpc.StatusCode.PERMISSION_DENIED: "it does not let the dashboard read its telemetry",
+    grpc.StatusCode.UNAUTHENTICATED: "it wants a token, or does not accept the one that it got",
+    grpc.StatusCode.PERMISSION_DENIED: "it does not let the owner of this token read its telemetry",
     grpc.StatusCode.UNIMPLEMENTED: "what listens there is no Backhaul worker, or one of another version",
     grpc.StatusCode.RESOURCE_EXHAUSTED: "it answers too many dashboards already, or its answer is too large",
     grpc.StatusCode.CANCELLED: "the connection was closed",
@@ -13,6 +13,7 @@ _MEANINGS = {
     grpc.StatusCode.INTERNAL: "it failed while it made its answer",
 }
 _CAUSES = (
+    ("parsing http/2", "what listens there does not speak gRPC, so it is no worker"),
     ("connection refused", "nothing listens at its address"),
     ("connection reset", "the connection broke"),
     ("broken pipe", "the connection broke"),
@@ -40,6 +41,11 @@ def why_unanswered(code: grpc.StatusCode, details: str) -> str:
         details: What gRPC or the worker says about it.
     """
     if code is grpc.StatusCode.UNAVAILABLE:
-        said = details.casefold()
-        return next((meaning for part, meaning in _CAUSES if part in said), "it cannot be reached")
+        return why_unreachable(details)
     return _MEANINGS.get(code) or f"its answer was an error: {details}"
+
+
+def why_unreachable(details: str) -> str:
+    """Returns why a connection failed, as the end of a sentence, from what gRPC or the operating system says."""
+    said = details.casefold()
+    return next((meaning for part, meaning in _CAUSES if part in said), "it cannot be reached")
