@@ -20,6 +20,7 @@ from backhaul_server.worker.limits import UNNAMED_STREAMS
 from conftest import QUIET, wait_until
 from support.attacks import ATTACKS, reports
 from support.bits import grad_of
+from support.compiling_fuzz import CompilingFuzzer
 from support.fuzz import Fuzzer
 from support.hostile import MIB, OPTIONS, Hostile, Memory, Stalled, chain
 from support.processes import WorkerProcess
@@ -91,12 +92,12 @@ def test_it_does_so_however_long_it_lasts(victim: WorkerProcess, attack: Callabl
     attacked(victim, attack, 5)
 
 
-def fuzz(worker: WorkerProcess, seed: int, attempts: int) -> None:
+def fuzz(worker: WorkerProcess, seed: int, attempts: int, kind: type[Fuzzer] = Fuzzer) -> None:
     """Makes so many attempts, each session's for a while, and looks at the worker all the time."""
     process, memory = worker.serving(), Memory(worker)
     for part in range(0, attempts, 1_000):
         with Hostile(worker.address) as client:
-            fuzzer = Fuzzer(client, seed + part)
+            fuzzer = kind(client, seed + part)
             for number in range(part, min(part + 1_000, attempts)):
                 fuzzer.attempt()
                 assert worker.serving() == process, f"attempt {number} ended the worker"
@@ -115,6 +116,17 @@ def test_fuzzed_requests_and_programs(victim: WorkerProcess) -> None:
 @pytest.mark.timeout(7_200)
 def test_a_hundred_thousand_fuzzed_requests_and_programs(victim: WorkerProcess) -> None:
     fuzz(victim, seed=1_000_000, attempts=100_000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7_200)
+@pytest.mark.filterwarnings("ignore")  # of Inductor's import
+def test_twenty_thousand_fuzzed_requests_to_a_worker_that_compiles() -> None:
+    with WorkerProcess("--memory", "1GiB", "--lease", "20", "--compile") as worker:
+        check_honest(worker)
+        fuzz(worker, seed=2_000_000, attempts=20_000, kind=CompilingFuzzer)
+        assert "A program was compiled" in worker.logged()
+        worker.kill()
 
 
 def test_a_session_names_only_what_it_has_sent_or_been_sent(victim: WorkerProcess) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha256
 from itertools import chain, repeat
@@ -27,6 +28,7 @@ from backhaul._observe.report import Decision
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.upload import refused_programs
 from backhaul_runtime.errors import ReplayError
+from backhaul_runtime.process.credentials import make_token
 from backhaul_runtime.program.codec import decode_program, encode_program
 from backhaul_runtime.program.op_list import allowed_ops
 from backhaul_runtime.program.program import Compilation, Node, Program, ResultRef, SourceRef
@@ -206,6 +208,37 @@ def test_a_program_is_not_sent_with_each_call_while_it_is_compiled(
     (segment,) = compiling.report().segments
     assert sum(segment.reasons.values()) == 4
     assert put.call_count == 1
+
+
+@pytest.mark.nightly
+def test_trainers_with_other_credentials_compile_equal_programs_by_themselves(
+    tmp_path: Path, expected: list[list[Tensor | None]]
+) -> None:
+    names = ("one", "other")
+    for name in names:
+        make_token(tmp_path / f"{name}.token")
+    credentials = tmp_path / "credentials.toml"
+    credentials.write_text("".join(f'[{name}]\ntoken_files = ["{name}.token"]\n' for name in names))
+    with (
+        WorkerProcess("--memory", "1GiB", "--compile", "--credentials", str(credentials)) as worker,
+        ExitStack() as stack,
+    ):
+        trainers = [
+            stack.enter_context(
+                backhaul.connect(worker.address, token_file=str(tmp_path / f"{name}.token"), settings=QUIET)
+            )
+            for name in names
+        ]
+        for trainer in trainers:
+            blocks, run = model(), with_inductor(trainer)
+
+            def is_remote(trainer: Session = trainer, blocks: nn.ModuleList = blocks, run: Any = run) -> bool:
+                before = remote(trainer)
+                assert not differing(expected[0], results(blocks, run, 0))
+                return remote(trainer) - before == LAYERS
+
+            assert not is_remote()  # nobody gains anything from what others have compiled
+            wait_until(is_remote, "the worker has compiled the program", 300.0)
 
 
 def test_a_worker_that_does_not_compile_says_so(expected: list[list[Tensor | None]]) -> None:
