@@ -1,11 +1,13 @@
 """Recheck: a worker whose backward is wrong is found, although its digests are right, and gets nothing any more."""
 
+import gc
 import itertools
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +25,7 @@ from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul_runtime.errors import WorkerError
 from backhaul_runtime.replay.replay import Contribution, Replay
 from backhaul_runtime.torch_internals.private import call_when_backward_ends
-from conftest import QUIET
+from conftest import QUIET, wait_until
 from support.bits import differing, grad_of
 from support.processes import WorkerProcess
 
@@ -37,7 +39,7 @@ import sys
 import torch
 from backhaul_runtime.replay.replay import Contribution, Replay
 
-wrong, of, count = int(sys.argv[1]), int(sys.argv[2]), 0
+wrong, of, bit, count = *map(int, sys.argv[1:4]), 0
 backward = Replay.backward
 
 def with_a_flipped_bit(self, gradients, **options):
@@ -47,21 +49,38 @@ def with_a_flipped_bit(self, gradients, **options):
         return contributions
     (first, *_) = [i for i, one in enumerate(contributions) if one.gradient is not None]
     flipped = contributions[first].gradient.detach().clone()
-    flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 9)
+    flipped.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
     return [Contribution(one.source, flipped if i == first else one.gradient) for i, one in enumerate(contributions)]
 
+class Flipped:
+    def __init__(self, saved):
+        self.saved = saved
+
+    def unpack(self):
+        tensor = self.saved.unpack().clone()
+        tensor.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << bit)
+        return tensor
+
+saved = Replay.saved
+Replay.saved = lambda self, index: Flipped(saved(self, index))
 Replay.backward = with_a_flipped_bit
-sys.argv[1:] = sys.argv[3:]
+sys.argv[1:] = sys.argv[4:]
 from backhaul.__main__ import main
 main()
 """
 
 
 class LyingWorker(WorkerProcess):
-    """A worker that flips a bit of one gradient in each round of so many backwards, before it takes any digest."""
+    """A worker that flips a bit of one gradient in each round of so many backwards, before it takes any digest.
 
-    def __init__(self, wrong: int, of: int = LAYERS) -> None:
-        super().__init__("--memory", "1GiB", program=("-c", LIAR, str(wrong), str(of)))
+    It also flips one of each saved tensor that it returns, after the digest of that.
+    """
+
+    def __init__(
+        self, wrong: int, of: int = LAYERS, bit: int = 9, environment: Mapping[str, str] | None = None
+    ) -> None:
+        program = "-c", LIAR, str(wrong), str(of), str(bit)
+        super().__init__("--memory", "1GiB", program=program, environment=environment)
 
 
 def model() -> nn.ModuleList:
@@ -206,6 +225,50 @@ def test_a_wrong_gradient_of_a_plain_backward_ends_the_block_around_it(monkeypat
                 y = session.checkpoint(layer, y)
             block.backward(y.square().sum())
             step(model(), session, 0)
+
+
+@pytest.mark.parametrize("environment", [{}, {"ATEN_CPU_CAPABILITY": "default"}])
+def test_activations_that_are_not_those_of_forward_are_found(environment: dict[str, str]) -> None:
+    with (
+        LyingWorker(0, bit=30, environment=environment) as liar,
+        backhaul.connect(liar.address, recheck=1.0, returns="activations", settings=QUIET) as session,
+    ):
+        assert not differing(step(model(), None, 0), step(model(), session, 0))
+        assert any("wrong activations" in reason for reason in reasons(session))
+        (segment,) = (segment for segment in session.report().segments if segment.name == "Sequential")
+        assert segment.decisions == {Decision.ACTIVATIONS: 1, Decision.TRAINER: LAYERS}
+
+
+def test_wrong_activations_that_counted_before_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = iter([False] * (LAYERS - 1) + [True])
+    monkeypatch.setattr(Rechecks, "draws", lambda _: next(drawn))
+    with (
+        LyingWorker(0) as liar,
+        backhaul.connect(liar.address, recheck=0.1, returns="activations", settings=QUIET) as session,
+        pytest.raises(RecheckError, match=r"wrong activations for segment Sequential.*counted before"),
+    ):
+        step(model(), session, 0)
+
+
+def test_a_worker_that_was_wrong_does_not_come_back_under_its_address(tmp_path: Path) -> None:
+    file = tmp_path / "workers"
+    with LyingWorker(0, of=1) as liar:
+        file.write_text(f"{liar.address}\n")
+        with backhaul.connect(f"file:{file}", recheck=1.0, settings=QUIET) as session:
+            step(model(), session, 0)
+            (handle,) = session._workers
+            file.write_text("")
+            wait_until(lambda: handle.is_leaving, "it leaves")
+            gc.collect()
+            wait_until(lambda: not handle.uploader.segments(), "nothing of it is needed")
+            session._workers._part()
+            file.write_text(f"{liar.address}\n")
+            wait_until(lambda: any(not other.is_leaving for other in session._workers), "it is named again")
+            assert list(session._workers) == [handle]
+            assert handle.up is None
+            before = session.report().remote
+            step(model(), session, 0)
+            assert session.report().remote == before
 
 
 @pytest.mark.parametrize("share", [1e-9, 1.0])

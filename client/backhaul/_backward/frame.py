@@ -50,6 +50,7 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
+from backhaul_runtime.tensors.random_projection import projections as projections_of
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import (
@@ -170,6 +171,7 @@ class Frame:
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     _digests: dict[int, tuple[int, Digest]] = field(default_factory=dict, init=False)  # of `_here`, with versions
     _incoming: SavedTensorStream | None = field(default=None, init=False)
+    _is_drawn: bool = field(default=False, init=False)  # whether `_incoming` is rechecked
     _wanted: set[int] = field(default_factory=set, init=False)
     _task: object = field(default=-1, init=False)
     # Guards all fields with an underscore, because several threads may run backward over one graph.
@@ -477,6 +479,9 @@ class Frame:
                         {index: self.call.recording.saved[index].layout for index in positions}
                     )
                     self._check(self.remote, self._incoming.compared)
+                    if (rechecks := self.remote.rechecks) is not None:
+                        self._is_drawn = rechecks.draws()
+                        rechecks.believe(self.remote.worker, is_checked=self._is_drawn)
             except RECOVERABLE as error:
                 self.lost(error)
             else:
@@ -508,6 +513,8 @@ class Frame:
                 raise TransferError(
                     f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
                 )
+        if self._is_drawn:
+            self._check_arrived(index, tensor)
         if self._wanted <= self._here.keys():
             self._stop_incoming()
         self.call.log.wait(stopwatch.stop())
@@ -519,6 +526,25 @@ class Frame:
         if drift:
             self.call.log.drift(drift)
             remote.drifted(drift)
+
+    def _check_arrived(self, index: int, tensor: Tensor) -> None:
+        """Raises WorkerLostError if a saved tensor is not that of forward, whatever digest the worker has declared."""
+        remote, saved = self.remote, self.call.recording.saved[index]
+        if remote is None or remote.rechecks is None or saved.is_undefined:
+            return
+        layout = layout_of(tensor)
+        digest = saved_digest(layout, content_digest(tensor, layout))
+        projections = () if remote.is_exact else [projections_of([tensor])]
+        try:
+            check_recomputed(self.call.name, [saved], Recomputed([digest], projections))
+        except CheckpointError:
+            why = (
+                f"the worker {remote.worker} has returned wrong activations for segment {self.call.name}: saved tensor "
+                f"{index} is not what the worker has declared"
+            )
+            remote.rechecks.expel(remote.worker, why)
+            remote.expel(why)
+            raise WorkerLostError(why, status="LOST") from None
 
     def _stop_incoming(self) -> None:
         incoming, self._incoming = self._incoming, None

@@ -14,7 +14,9 @@ NOTE [Recheck]
    repeat its own computation, and nobody knows which gradients are right.
 3. Gradients that the same worker has returned earlier, and that were not drawn, may be in `.grad` already. So each
    backward in which they count, in whatever thread, ends by an error. For accumulation blocks see NOTE [Deferred].
-4. A gradient of a worker that is out does not count, although it was asked for before.
+4. Of activations that are drawn the trainer takes digests when they have arrived. Those that the worker sends show only
+   what it has computed.
+5. A gradient of a worker that is out does not count, although it was asked for before.
 """
 
 import hashlib
@@ -85,7 +87,7 @@ class Rechecks:
         """Notes that gradients of a worker will count in the present backward.
 
         Raises:
-            WorkerLostError: The worker is out, so they must not count (Rule 4).
+            WorkerLostError: The worker is out, so they must not count (Rule 5).
         """
         with self._lock:
             if (why := self._out.get(worker)) is not None:

@@ -189,8 +189,13 @@ class Roster(Sequence[WorkerHandle]):
                 self._handles += (self._named[target],)
 
     def _part(self) -> None:
-        """Closes the connections of workers that have left and of which nothing is needed (Rule 3)."""
+        """Closes the connections of workers that have left and of which nothing is needed (Rule 3).
+
+        That of a worker that was wrong stays, so that the worker can't join again.
+        """
         for target, worker in list(self._named.items()):
+            if worker.connection.is_expelled:
+                continue
             if worker.is_leaving and not worker.uploader.segments() and not worker.uploader.uncollected:
                 del self._named[target]
                 self._handles = tuple(other for other in self._handles if other is not worker)

@@ -101,6 +101,7 @@ class Connection:
         name: The address of the worker, for messages.
         run: The id of the session.
         drift: The largest drift measured for this worker, which is sent to it with each keep-alive.
+        is_expelled: Whether the worker was wrong, so that it gets nothing more.
         traffic: The bytes of all messages with segments, since the session began.
         speed: The mean ratio of expected to actual durations of executions, which compares workers; 0 before the first
             execution.
@@ -140,7 +141,7 @@ class Connection:
         self._up = False
         self._going_down = threading.Lock()  # guards the change from up to down
         self._draining = False
-        self._closed = self._is_expelled = False
+        self._closed = self.is_expelled = False
         self._channel: grpc.Channel | None = None
         self._stubs: Stubs
         self._memory: TrainerSharedMemory | None = None
@@ -252,7 +253,7 @@ class Connection:
     @property
     def up(self) -> WorkerSession | None:
         """The worker session for new segments; None while the connection is down."""
-        return self._worker_session if self._up and not self._draining and not self._is_expelled else None
+        return self._worker_session if self._up and not self._draining and not self.is_expelled else None
 
     @property
     def why_down(self) -> str:
@@ -270,7 +271,7 @@ class Connection:
 
         Raises WorkerLostError if it is lost or unreachable (Rules 2 and 3).
         """
-        if self._is_expelled:
+        if self.is_expelled:
             raise WorkerLostError(self._why_down, status="LOST")
         if self._worker_session is not worker_session:
             raise WorkerLostError("the worker has lost the session", status="LOST")
@@ -287,7 +288,7 @@ class Connection:
     def expel(self, why: str) -> None:
         """Takes the worker out of the session for good, because it was wrong. Its lease ends by itself."""
         with self._going_down:
-            was_expelled, self._is_expelled = self._is_expelled, True
+            was_expelled, self.is_expelled = self.is_expelled, True
             self._up, self._why_down = False, why
         if not was_expelled:
             text = f"Worker {self.name} is out of the session: {why}"
@@ -300,7 +301,7 @@ class Connection:
 
         Asks the worker once, for `RECOVERY_S` at most. Without an answer the connection counts as down.
         """
-        if self._worker_session is not worker_session or self._closed or self._is_expelled:
+        if self._worker_session is not worker_session or self._closed or self.is_expelled:
             return False
         try:
             self._ask(worker_session, RECOVERY_S)
@@ -491,14 +492,14 @@ class Connection:
     @only_in("backhaul-keeper")
     def _keep(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        while not self._closed and not self._is_expelled:
+        while not self._closed and not self.is_expelled:
             worker_session, was_up = self._worker_session, self._up
             if was_up and worker_session is not None:
                 self._sleep(min(KEEP_INTERVAL_S, worker_session.lease_s / 4))
             else:
                 self._sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(LONGEST_BACKOFF_S, 2 * backoff_s)
-            if self._closed or self._is_expelled:
+            if self._closed or self.is_expelled:
                 return
             try:
                 self._look(worker_session)
