@@ -38,7 +38,7 @@ def test_peaks_against_torchs_checkpoint(worker: WorkerProcess) -> None:
 
 @pytest.mark.slow
 def test_the_peak_does_not_grow_with_depth(session: Session, returns: str) -> None:
-    layer, x = nn.Linear(16, 16), torch.randn(1024, 16, requires_grad=True)
+    layer, x = nn.Linear(16, 16), torch.randn(1 << 14, 16, requires_grad=True)  # 1 MiB
 
     def step(depth: int) -> None:
         h = x
@@ -48,7 +48,7 @@ def test_the_peak_does_not_grow_with_depth(session: Session, returns: str) -> No
 
     step(1)  # gradients are there from now on
     few, many = (peak_live_bytes(lambda depth=depth: step(depth)) for depth in (8, 32))  # type: ignore[misc]
-    in_flight = 5 * x.nbytes  # four may wait to be sent, and the call that waits for room holds another one
+    in_flight = 5 * x.nbytes  # four of this size may wait to be sent, and the call that waits for room holds another
     assert few > 4 * x.nbytes
     assert many <= few + in_flight
     assert session.report().fallbacks == 0
