@@ -1,12 +1,14 @@
 """Blocks with Inductor's kernels have the bits of torch.compile, whoever recomputes them."""
 
 import asyncio
+import copyreg
 import errno
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import sha256
@@ -448,6 +450,15 @@ def test_compiled_code_has_a_bound() -> None:
         assert compiling.store.usage().sessions == 0
 
     compiling_worker(use, 1 << 20)
+
+
+def test_threads_may_compile_at_once() -> None:
+    before, program = dict(copyreg.dispatch_table), sine()
+    with ThreadPoolExecutor(2) as threads:
+        x = torch.randn(4, requires_grad=True)
+        one, other = threads.map(lambda _: compile_program(program, CPU)([x]), range(2))
+    assert not differing(one, other)
+    assert copyreg.dispatch_table == before
 
 
 def test_a_worker_compiles_nothing_itself(tmp_path: Path) -> None:

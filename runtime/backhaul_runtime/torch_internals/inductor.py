@@ -7,6 +7,7 @@ import copyreg
 import hashlib
 import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ _NO_PART_OF_GRAPHS = ("cache", "debug")
 """Parts of the names of AOTAutograd's settings that do not change graphs."""
 
 
+_compiling = threading.RLock()
+"""Held while a graph is compiled, because what is set for that holds for all threads. Reentrant, because the garbage
+collector may run code of the user's inside."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledFiles:
     """Files by which one process makes the functions that another one has compiled.
@@ -87,6 +93,7 @@ def compile_graph(
         example.requires_grad_(needs)
     context = torch._guards.TracingContext(mode)
     with (
+        _compiling,
         _keyed_alike(),
         nullcontext() if files is None else _exchanged_by(files),
         torch.enable_grad(),
@@ -152,7 +159,7 @@ def _patch(config: Any, **settings: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _keyed_alike() -> Iterator[None]:
-    """Gives what Inductor keeps the same keys in each process.
+    """Gives what Inductor keeps the same keys in each process. One thread at a time.
 
     A key is the hash of a pickle. In it, the name of a memory format depends on which module was the first to import
     torch, so a worker would not find what its child process has compiled.
