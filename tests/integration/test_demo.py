@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def test_all_five_variants_are_bitwise_equal(tmp_path: Path) -> None:
     assert process.returncode == 0, said
     assert "bitwise equal in all five" in shown
     assert "step 3/3" in shown
+    last = shown.strip().splitlines()[-1]
+    assert re.match(r"Beside torch's checkpoint, Backhaul takes \d+ % less memory, for steps that are ", last)
 
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["all_equal"] is True
@@ -81,7 +84,7 @@ def test_the_worker_dies_or_hangs_in_the_middle(
 def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     process = demo("--steps", "1", "--dashboard", "--serve")
     assert process.stdout is not None
-    url = next(line.split()[1] for line in process.stdout if line.startswith("dashboard: "))
+    url = next(line.split()[1] for line in process.stdout if line.startswith("serving "))
     assert httpx.get(f"{url}/healthz").text == "ok\n"
     (worker,) = httpx.get(f"{url}/api/v1/workers").json()["items"]
     expected = {"demo, activations", "demo, gradients", "demo, deferred"}
@@ -95,7 +98,7 @@ def test_it_shows_its_dashboard_and_serves_until_it_is_stopped() -> None:
     process.terminate()
     process.communicate(timeout=240)
     wait_until(lambda: not any(path.exists() for path in children), "worker and dashboard end")
-    assert process.returncode == 130
+    assert process.returncode == 0
 
 
 def _parent(process: Path) -> int:

@@ -5,9 +5,10 @@ import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from backhaul._cli.environment_options import obstacle_to
 from backhaul_runtime.errors import AddressError, ConnectError, CredentialError, ProtocolVersionError, SettingError
@@ -56,14 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to a file")
     parser.add_argument("--dashboard", action="store_true", help="start a dashboard that watches the training")
-    parser.add_argument("--serve", action="store_true", help="keep the worker and the dashboard running until Ctrl-C")
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="keep the worker and the dashboard running until Ctrl-C; on a terminal also without this, if there is a "
+        "dashboard",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains all variants, compares them and prints the results.
 
     Returns:
-        The exit code: 0 if all variants were bitwise equal, 1 if not, 2 if an option cannot be used, 130 after Ctrl-C.
+        The exit code: 0 if all variants were bitwise equal, 1 if not, 2 if an option cannot be used, 130 after Ctrl-C
+        in the training.
     """
     if arguments.width % 32:
         print(f"backhaul demo: --width {arguments.width} is not a multiple of 32", file=sys.stderr)
@@ -90,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from backhaul.demo.corpus import standard_library
     from backhaul.demo.dashboard import DashboardProcess
-    from backhaul.demo.results import as_json, as_table
+    from backhaul.demo.results import as_json, as_table, verdict
     from backhaul.demo.variants import DemoSettings, variants
 
     # The trainer and the worker share this machine, so each gets half of its cores.
@@ -122,26 +129,33 @@ def _run(arguments: argparse.Namespace) -> int:
         trained = variants(settings, connect)
         if arguments.dashboard:
             dashboard = DashboardProcess(worker, sessions[0].config.token_file)
+            if dashboard.url:
+                print(f"dashboard: {dashboard.url}", flush=True)
+        began_s = monotonic()
+        print(f"{'seconds per step of:':<26}{'  '.join(variant.name for variant in trained)}")
         for step in range(settings.steps):
             for variant in trained:
                 variant.train(corpus, step)
                 variant.compare(trained[0])
             for variant in trained:
                 variant.finish()
-            times = "   ".join(f"{variant.step_s[-1]:.2f} s" for variant in trained)
-            print(f"step {step + 1}/{settings.steps}   loss {trained[0].losses[-1]:.4f}   {times}", flush=True)
+            times = "  ".join(f"{variant.step_s[-1]:>{len(variant.name)}.2f}" for variant in trained)
+            done, left = step + 1, settings.steps - step - 1
+            left_s = (monotonic() - began_s) / done * left
+            progress = f"step {done}/{settings.steps}, loss {trained[0].losses[-1]:.4f}"
+            print(f"{progress:<26}{times}" + (f"  about {left_s:.0f} s left" if left else ""), flush=True)
         for variant in trained:
             variant.measure_memory(corpus)
         results = as_json(settings, trained)
         print("\n" + as_table(results))
-        print(_verdict(results))
+        print("\n" + verdict(results))
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(results, indent=2) + "\n")
-        if dashboard is not None and dashboard.url:
-            print(f"dashboard: {dashboard.url}", flush=True)
-        if arguments.serve:
-            print("serving until Ctrl-C", flush=True)
-            signal.pause()
+        url = dashboard.url if dashboard is not None else ""
+        if arguments.serve or (url and sys.stdout.isatty()):
+            print(f"serving {url or 'the worker'} until Ctrl-C", flush=True)
+            with suppress(KeyboardInterrupt):
+                signal.pause()
     except KeyboardInterrupt:
         return 130
     finally:
@@ -184,12 +198,3 @@ def _connected(arguments: argparse.Namespace, worker: str | None, variant: str, 
             if monotonic() >= deadline:
                 raise
             sleep(_RETRY_S)
-
-
-def _verdict(results: dict[str, Any]) -> str:
-    fallbacks = sum(variant["fallbacks"] for variant in results["variants"])
-    if fallbacks:
-        print(f"{fallbacks} segments were meant for a worker and ran on the trainer")
-    if results["all_equal"]:
-        return "every loss and every gradient of every step is bitwise equal in all five"
-    return "NOT EQUAL: losses or gradients differ, see the table"
