@@ -17,9 +17,20 @@ from google.protobuf.message_factory import GetMessageClass
 from backhaul._worker_client.connection.exchange import decoded_error
 from backhaul_proto.v1 import program_pb2, segment_pb2, session_pb2, telemetry_pb2, tensor_pb2
 from backhaul_runtime.errors import STATUS_NAMES, BackhaulError, DrainingError, WorkerError
+from backhaul_runtime.program.attention import nested_ops
 from backhaul_runtime.program.codec import encode_program
 from backhaul_runtime.program.op_list import allowed_ops, resolve
-from backhaul_runtime.program.program import GeneratorRef, Node, Program, ResultRef, Source, SourceRef
+from backhaul_runtime.program.program import (
+    FLEX_ATTENTION,
+    GeneratorRef,
+    NestedNode,
+    NestedProgram,
+    Node,
+    Program,
+    ResultRef,
+    Source,
+    SourceRef,
+)
 from backhaul_runtime.torch_internals import ambient_state
 from support.hostile import TIMEOUT_S, Hostile, chain, seal
 from support.wire import METHODS
@@ -259,8 +270,13 @@ class Fuzzer:
         return refused
 
     def _node(self) -> tuple[str, tuple[Any, ...], tuple[tuple[str, Any], ...]]:
-        """An op of the list with arguments that fit its schema."""
+        """An op of the list with arguments that fit its schema, or attention with nested programs."""
+        if self._draw.random() < 0.02:
+            return FLEX_ATTENTION, self._attention(), ()
         name = self._draw.choice(self._ops)
+        return name, *self._arguments(name)
+
+    def _arguments(self, name: str) -> tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]:
         args: list[Any] = []
         kwargs: list[tuple[str, Any]] = []
         for argument in resolve(name)._schema.arguments:
@@ -273,7 +289,37 @@ class Fuzzer:
                 kwargs.append((argument.name, value))
             else:
                 args.append(value)
-        return name, tuple(args), tuple(kwargs)
+        return tuple(args), tuple(kwargs)
+
+    def _attention(self) -> tuple[Any, ...]:
+        """Arguments of flex_attention, most of them with nested programs that are well formed."""
+        draw = self._draw
+
+        def tensor() -> Any:
+            return SourceRef(draw.choice((2, 2, 2, *range(len(SOURCES)))))  # one of them has four dimensions
+
+        buffers = [tuple(tensor() for _ in range(draw.choice((0, 1, 2)))) for _ in range(2)]
+        blocks = [None if draw.random() < 0.3 else tensor() for _ in range(9)]
+        lengths = [draw.choice((1, 4, 128, *NUMBERS)) for _ in range(4)]
+        mask = (*lengths[:2], tensor(), tensor(), *blocks, None, *lengths[2:], self._nested(4 + len(buffers[1])))
+        options = (("BACKEND", "AUTO"), ("OUTPUT_LOGSUMEXP", draw.random() < 0.5))
+        return tensor(), tensor(), tensor(), self._nested(5 + len(buffers[0])), mask, 0.5, options, *buffers
+
+    def _nested(self, inputs: int) -> NestedProgram:
+        """A nested program of random ops."""
+        draw, outer, nodes = self._draw, self._nodes, list[NestedNode]()
+        ops = sorted(nested_ops()) if draw.random() < 0.9 else self._ops
+        try:
+            for _ in range(draw.choice((0, 1, 2, 5))):
+                self._nodes = []
+                name = draw.choice((*ops, "aten.index.Tensor"))
+                args, kwargs = self._arguments(name)
+                refs: list[Any] = [SourceRef(number) for number in range(inputs + (draw.random() < 0.02))]
+                refs += [ResultRef(number, 0) for number in range(len(nodes))]
+                nodes.append(NestedNode(name, _renamed(args, refs, draw), _renamed(kwargs, refs, draw)))
+        finally:
+            self._nodes = outer
+        return NestedProgram(inputs, tuple(nodes), ResultRef(len(nodes) - 1, 0) if nodes else SourceRef(0))
 
     def _argument(self, kind: Any) -> Any:
         draw = self._draw
@@ -304,6 +350,13 @@ class Fuzzer:
             case "LayoutType":
                 return torch.strided
         return torch.contiguous_format
+
+
+def _renamed(value: Any, refs: list[Any], draw: random.Random) -> Any:
+    """An argument with these references in the place of its own."""
+    if isinstance(value, tuple):
+        return tuple(_renamed(item, refs, draw) for item in value)
+    return draw.choice(refs) if isinstance(value, (SourceRef, ResultRef)) else value
 
 
 def _read(call: Any, method: str) -> None:

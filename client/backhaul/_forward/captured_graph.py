@@ -127,6 +127,7 @@ class CapturedGraph:
         arguments: The positions of the inputs that were arguments of the compiled function. The others it captures.
         numbers: How often it reads the value of each input that stands for a number, by position.
         wrappers: The positions of the inputs that wrap other tensors, as quantised weights do.
+        holds_functions: Whether it holds flex_attention, whose functions run under a function mode.
     """
 
     def __init__(
@@ -136,18 +137,21 @@ class CapturedGraph:
         arguments: Sequence[int],
         numbers: Mapping[int, int],
         wrappers: Sequence[int] = (),
+        *,
+        holds_functions: bool = False,
     ) -> None:
         self.name, self.arguments, self.wrappers = name, arguments, wrappers
         self._forward, self._numbers = forward, numbers
+        self._has_exceptions = bool(wrappers) or holds_functions
         self.values_read = sum(numbers.values())
         self._learned: dict[Hashable, tuple[CallKind, Learned | _Failure]] = {}
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Runs the graph. It has what function modes and subclasses make of each call, so they must not see it.
 
-        Wrappers are an exception: torch.compile leaves to them what a call means.
+        Wrappers are an exception: torch.compile leaves to them what a call means. So is a mode that an op enters.
         """
-        with without_function_modes() if self.wrappers else DisableTorchFunctionAndModes():
+        with without_function_modes() if self._has_exceptions else DisableTorchFunctionAndModes():
             return self._forward(*inputs)
 
     def kind_of(self, inputs: Sequence[Any]) -> CallKind | str:

@@ -1,5 +1,6 @@
 """Decides whether a graft can replace the graph of a checkpointed call, and finds what receives its gradients."""
 
+import gc
 from collections import Counter
 from collections.abc import Sequence, Set
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from backhaul._forward.reference_counts import unreferenced_leaves
 from backhaul_runtime.errors import Refusal
-from backhaul_runtime.program.program import ResultRef
+from backhaul_runtime.program.program import FLEX_ATTENTION, ResultRef
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.saved_tensors import FUNCTION_SAVES
 from backhaul_runtime.torch_internals.autocast_cache import cached_casts
@@ -82,7 +83,12 @@ def find_graph_uses(
         raise Refusal("an output shares memory with an input, a captured tensor or another output")
     # Whoever holds the tensor may run backward through the graph of the inside, which grafting would have removed.
     unreferenced = unreferenced_leaves(outputs, call.known.first_sequence) if call.builder.made_leaves else []
-    if is_referenced or recorder.custom.outlived([*outputs, *unreferenced]):
+    has_outlived = is_referenced or recorder.custom.outlived([*outputs, *unreferenced])
+    # torch compiles around flex_attention at each recorded call, and leaves objects in cycles that refer to its inputs.
+    if has_outlived and not is_referenced and any(node.op == FLEX_ATTENTION for node in recorder.call.builder.nodes):
+        gc.collect()
+        has_outlived = recorder.custom.outlived([*outputs, *unreferenced])
+    if has_outlived:
         raise Refusal(
             "a tensor made inside is held elsewhere when it returns, as by a key-value cache (use_cache=True)"
         )

@@ -67,6 +67,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     compile_for_autograd,
     draws_in_python,
     forward_of_graph,
+    holds_functions,
     in_graphs,
     in_one_graph,
     keep_out,
@@ -180,6 +181,7 @@ def compile_graph(
             arguments_of_graph(module),
             numbers_of_graph(module),
             [position for position, example in enumerate(examples) if is_wrapper(example)],
+            holds_functions=holds_functions(module),
         )
         compile_ids = iter([compilation_now()])
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
@@ -292,8 +294,9 @@ def _keep_activations(target: GraphTarget, name: str, reason: str) -> None:
 
 def _why_unsuited(module: fx.GraphModule, examples: Sequence[Any]) -> str:
     """Returns why a graph must not run as it is; empty if it may."""
-    if any(map(is_wrapper, examples)) and any(map(overrides_functions, examples)):
-        return "it takes quantised tensors and others of a class that overrides torch's functions"  # see `run`
+    has_exceptions = any(map(is_wrapper, examples)) or holds_functions(module)
+    if has_exceptions and any(map(overrides_functions, examples)):  # see `CapturedGraph.run`
+        return "it has quantised tensors or flex_attention, and tensors of a class that overrides torch's functions"
     operator = why_no_list_of_calls(module)
     return f"the graph holds {operator}" if operator else ""
 

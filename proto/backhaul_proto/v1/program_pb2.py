@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from backhaul_proto.v1 import tensor_pb2 as backhaul__proto_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/program.proto\x12\x11\x62\x61\x63khaul_proto.v1\x1a\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\"\xdf\x02\n\x07Program\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0b\n\x03ops\x18\x02 \x03(\t\x12\x37\n\x0e\x61mbient_states\x18\x03 \x03(\x0b\x32\x1f.backhaul_proto.v1.AmbientState\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.backhaul_proto.v1.Source\x12&\n\x05nodes\x18\x05 \x03(\x0b\x32\x17.backhaul_proto.v1.Node\x12-\n\x07outputs\x18\x06 \x03(\x0b\x32\x1c.backhaul_proto.v1.Reference\x12\x13\n\x0bsaved_count\x18\x07 \x01(\r\x12\x13\n\x0bsaved_bytes\x18\x08 \x01(\x04\x12\r\n\x05\x63\x61sts\x18\t \x03(\r\x12\r\n\x05types\x18\n \x03(\t\x12\x33\n\x0b\x63ompilation\x18\x0b \x01(\x0b\x32\x1e.backhaul_proto.v1.Compilation\"\xa5\x01\n\x0b\x43ompilation\x12.\n\x07sources\x18\x01 \x03(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x38\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32).backhaul_proto.v1.Compilation.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x06Source\x12\x15\n\rrequires_grad\x18\x01 \x01(\x08\x12\x0f\n\x07is_leaf\x18\x02 \x01(\x08\x12\x12\n\nis_written\x18\x03 \x01(\x08\"\xfb\x01\n\x04Node\x12\n\n\x02op\x18\x01 \x01(\r\x12.\n\targuments\x18\x02 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\x12=\n\x11keyword_arguments\x18\x03 \x03(\x0b\x32\".backhaul_proto.v1.KeywordArgument\x12\x15\n\rambient_state\x18\x04 \x01(\r\x12\x14\n\x0cresult_bytes\x18\x05 \x03(\x04\x12\r\n\x05\x64raws\x18\x06 \x01(\x08\x12\x13\n\x0b\x66resh_casts\x18\x07 \x01(\x08\x12\'\n\x05given\x18\x08 \x03(\x0b\x32\x18.backhaul_proto.v1.Given\"0\n\x05Given\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x17\n\x0fpacked_elements\x18\x02 \x01(\x04\"K\n\x0fKeywordArgument\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.backhaul_proto.v1.Argument\"T\n\tReference\x12\x10\n\x06source\x18\x01 \x01(\rH\x00\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.backhaul_proto.v1.ResultH\x00\x42\x08\n\x06tensor\"&\n\x06Result\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0e\n\x06output\x18\x02 \x01(\r\"\xc4\x03\n\x08\x41rgument\x12-\n\x07nothing\x18\x01 \x01(\x0b\x32\x1a.backhaul_proto.v1.NothingH\x00\x12\x11\n\x07\x62oolean\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x04 \x01(\x01H\x00\x12-\n\x07\x63omplex\x18\x05 \x01(\x0b\x32\x1a.backhaul_proto.v1.ComplexH\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x0f\n\x05\x64type\x18\x07 \x01(\tH\x00\x12\x10\n\x06layout\x18\x08 \x01(\tH\x00\x12\x17\n\rmemory_format\x18\t \x01(\tH\x00\x12\x10\n\x06\x64\x65vice\x18\n \x01(\tH\x00\x12.\n\x06tensor\x18\x0b \x01(\x0b\x32\x1c.backhaul_proto.v1.ReferenceH\x00\x12/\n\x04list\x18\x0c \x01(\x0b\x32\x1f.backhaul_proto.v1.ArgumentListH\x00\x12/\n\tgenerator\x18\r \x01(\x0b\x32\x1a.backhaul_proto.v1.NothingH\x00\x12+\n\x06object\x18\x0e \x01(\x0b\x32\x19.backhaul_proto.v1.ObjectH\x00\x42\x07\n\x05value\"\t\n\x07Nothing\"*\n\x07\x43omplex\x12\x0c\n\x04real\x18\x01 \x01(\x01\x12\x11\n\timaginary\x18\x02 \x01(\x01\":\n\x0c\x41rgumentList\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\"B\n\x06Object\x12\x0c\n\x04type\x18\x01 \x01(\r\x12*\n\x05parts\x18\x02 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\"\x9c\x01\n\x0c\x41mbientState\x12?\n\x08settings\x18\x01 \x03(\x0b\x32-.backhaul_proto.v1.AmbientState.SettingsEntry\x1aK\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Setting:\x02\x38\x01\"H\n\x07Setting\x12\x11\n\x07\x62oolean\x18\x01 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05value\"H\n\x11PutProgramRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"8\n\x12PutProgramResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32k\n\x0eProgramService\x12Y\n\nPutProgram\x12$.backhaul_proto.v1.PutProgramRequest\x1a%.backhaul_proto.v1.PutProgramResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x62\x61\x63khaul_proto/v1/program.proto\x12\x11\x62\x61\x63khaul_proto.v1\x1a\x1e\x62\x61\x63khaul_proto/v1/tensor.proto\"\xdf\x02\n\x07Program\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0b\n\x03ops\x18\x02 \x03(\t\x12\x37\n\x0e\x61mbient_states\x18\x03 \x03(\x0b\x32\x1f.backhaul_proto.v1.AmbientState\x12*\n\x07sources\x18\x04 \x03(\x0b\x32\x19.backhaul_proto.v1.Source\x12&\n\x05nodes\x18\x05 \x03(\x0b\x32\x17.backhaul_proto.v1.Node\x12-\n\x07outputs\x18\x06 \x03(\x0b\x32\x1c.backhaul_proto.v1.Reference\x12\x13\n\x0bsaved_count\x18\x07 \x01(\r\x12\x13\n\x0bsaved_bytes\x18\x08 \x01(\x04\x12\r\n\x05\x63\x61sts\x18\t \x03(\r\x12\r\n\x05types\x18\n \x03(\t\x12\x33\n\x0b\x63ompilation\x18\x0b \x01(\x0b\x32\x1e.backhaul_proto.v1.Compilation\"\xa5\x01\n\x0b\x43ompilation\x12.\n\x07sources\x18\x01 \x03(\x0b\x32\x1d.backhaul_proto.v1.TensorSpec\x12\x38\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32).backhaul_proto.v1.Compilation.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"D\n\x06Source\x12\x15\n\rrequires_grad\x18\x01 \x01(\x08\x12\x0f\n\x07is_leaf\x18\x02 \x01(\x08\x12\x12\n\nis_written\x18\x03 \x01(\x08\"\xfb\x01\n\x04Node\x12\n\n\x02op\x18\x01 \x01(\r\x12.\n\targuments\x18\x02 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\x12=\n\x11keyword_arguments\x18\x03 \x03(\x0b\x32\".backhaul_proto.v1.KeywordArgument\x12\x15\n\rambient_state\x18\x04 \x01(\r\x12\x14\n\x0cresult_bytes\x18\x05 \x03(\x04\x12\r\n\x05\x64raws\x18\x06 \x01(\x08\x12\x13\n\x0b\x66resh_casts\x18\x07 \x01(\x08\x12\'\n\x05given\x18\x08 \x03(\x0b\x32\x18.backhaul_proto.v1.Given\"0\n\x05Given\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x17\n\x0fpacked_elements\x18\x02 \x01(\x04\"K\n\x0fKeywordArgument\x12\x0c\n\x04name\x18\x01 \x01(\t\x12*\n\x05value\x18\x02 \x01(\x0b\x32\x1b.backhaul_proto.v1.Argument\"T\n\tReference\x12\x10\n\x06source\x18\x01 \x01(\rH\x00\x12+\n\x06result\x18\x02 \x01(\x0b\x32\x19.backhaul_proto.v1.ResultH\x00\x42\x08\n\x06tensor\"&\n\x06Result\x12\x0c\n\x04node\x18\x01 \x01(\r\x12\x0e\n\x06output\x18\x02 \x01(\r\"\xf9\x03\n\x08\x41rgument\x12-\n\x07nothing\x18\x01 \x01(\x0b\x32\x1a.backhaul_proto.v1.NothingH\x00\x12\x11\n\x07\x62oolean\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x0e\n\x04real\x18\x04 \x01(\x01H\x00\x12-\n\x07\x63omplex\x18\x05 \x01(\x0b\x32\x1a.backhaul_proto.v1.ComplexH\x00\x12\x0e\n\x04text\x18\x06 \x01(\tH\x00\x12\x0f\n\x05\x64type\x18\x07 \x01(\tH\x00\x12\x10\n\x06layout\x18\x08 \x01(\tH\x00\x12\x17\n\rmemory_format\x18\t \x01(\tH\x00\x12\x10\n\x06\x64\x65vice\x18\n \x01(\tH\x00\x12.\n\x06tensor\x18\x0b \x01(\x0b\x32\x1c.backhaul_proto.v1.ReferenceH\x00\x12/\n\x04list\x18\x0c \x01(\x0b\x32\x1f.backhaul_proto.v1.ArgumentListH\x00\x12/\n\tgenerator\x18\r \x01(\x0b\x32\x1a.backhaul_proto.v1.NothingH\x00\x12+\n\x06object\x18\x0e \x01(\x0b\x32\x19.backhaul_proto.v1.ObjectH\x00\x12\x33\n\x07program\x18\x0f \x01(\x0b\x32 .backhaul_proto.v1.NestedProgramH\x00\x42\x07\n\x05value\"{\n\rNestedProgram\x12\x0e\n\x06inputs\x18\x01 \x01(\r\x12,\n\x05nodes\x18\x02 \x03(\x0b\x32\x1d.backhaul_proto.v1.NestedNode\x12,\n\x06output\x18\x03 \x01(\x0b\x32\x1c.backhaul_proto.v1.Reference\"\x87\x01\n\nNestedNode\x12\n\n\x02op\x18\x01 \x01(\r\x12.\n\targuments\x18\x02 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\x12=\n\x11keyword_arguments\x18\x03 \x03(\x0b\x32\".backhaul_proto.v1.KeywordArgument\"\t\n\x07Nothing\"*\n\x07\x43omplex\x12\x0c\n\x04real\x18\x01 \x01(\x01\x12\x11\n\timaginary\x18\x02 \x01(\x01\":\n\x0c\x41rgumentList\x12*\n\x05items\x18\x01 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\"B\n\x06Object\x12\x0c\n\x04type\x18\x01 \x01(\r\x12*\n\x05parts\x18\x02 \x03(\x0b\x32\x1b.backhaul_proto.v1.Argument\"\x9c\x01\n\x0c\x41mbientState\x12?\n\x08settings\x18\x01 \x03(\x0b\x32-.backhaul_proto.v1.AmbientState.SettingsEntry\x1aK\n\rSettingsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12)\n\x05value\x18\x02 \x01(\x0b\x32\x1a.backhaul_proto.v1.Setting:\x02\x38\x01\"H\n\x07Setting\x12\x11\n\x07\x62oolean\x18\x01 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x12H\x00\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x42\x07\n\x05value\"H\n\x11PutProgramRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x0f\n\x07program\x18\x02 \x01(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\"8\n\x12PutProgramResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\x08\x63hecksum\x18\xe8\x07 \x01(\x06\x32k\n\x0eProgramService\x12Y\n\nPutProgram\x12$.backhaul_proto.v1.PutProgramRequest\x1a%.backhaul_proto.v1.PutProgramResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -55,25 +55,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESULT']._serialized_start=1145
   _globals['_RESULT']._serialized_end=1183
   _globals['_ARGUMENT']._serialized_start=1186
-  _globals['_ARGUMENT']._serialized_end=1638
-  _globals['_NOTHING']._serialized_start=1640
-  _globals['_NOTHING']._serialized_end=1649
-  _globals['_COMPLEX']._serialized_start=1651
-  _globals['_COMPLEX']._serialized_end=1693
-  _globals['_ARGUMENTLIST']._serialized_start=1695
-  _globals['_ARGUMENTLIST']._serialized_end=1753
-  _globals['_OBJECT']._serialized_start=1755
-  _globals['_OBJECT']._serialized_end=1821
-  _globals['_AMBIENTSTATE']._serialized_start=1824
-  _globals['_AMBIENTSTATE']._serialized_end=1980
-  _globals['_AMBIENTSTATE_SETTINGSENTRY']._serialized_start=1905
-  _globals['_AMBIENTSTATE_SETTINGSENTRY']._serialized_end=1980
-  _globals['_SETTING']._serialized_start=1982
-  _globals['_SETTING']._serialized_end=2054
-  _globals['_PUTPROGRAMREQUEST']._serialized_start=2056
-  _globals['_PUTPROGRAMREQUEST']._serialized_end=2128
-  _globals['_PUTPROGRAMRESPONSE']._serialized_start=2130
-  _globals['_PUTPROGRAMRESPONSE']._serialized_end=2186
-  _globals['_PROGRAMSERVICE']._serialized_start=2188
-  _globals['_PROGRAMSERVICE']._serialized_end=2295
+  _globals['_ARGUMENT']._serialized_end=1691
+  _globals['_NESTEDPROGRAM']._serialized_start=1693
+  _globals['_NESTEDPROGRAM']._serialized_end=1816
+  _globals['_NESTEDNODE']._serialized_start=1819
+  _globals['_NESTEDNODE']._serialized_end=1954
+  _globals['_NOTHING']._serialized_start=1956
+  _globals['_NOTHING']._serialized_end=1965
+  _globals['_COMPLEX']._serialized_start=1967
+  _globals['_COMPLEX']._serialized_end=2009
+  _globals['_ARGUMENTLIST']._serialized_start=2011
+  _globals['_ARGUMENTLIST']._serialized_end=2069
+  _globals['_OBJECT']._serialized_start=2071
+  _globals['_OBJECT']._serialized_end=2137
+  _globals['_AMBIENTSTATE']._serialized_start=2140
+  _globals['_AMBIENTSTATE']._serialized_end=2296
+  _globals['_AMBIENTSTATE_SETTINGSENTRY']._serialized_start=2221
+  _globals['_AMBIENTSTATE_SETTINGSENTRY']._serialized_end=2296
+  _globals['_SETTING']._serialized_start=2298
+  _globals['_SETTING']._serialized_end=2370
+  _globals['_PUTPROGRAMREQUEST']._serialized_start=2372
+  _globals['_PUTPROGRAMREQUEST']._serialized_end=2444
+  _globals['_PUTPROGRAMRESPONSE']._serialized_start=2446
+  _globals['_PUTPROGRAMRESPONSE']._serialized_end=2502
+  _globals['_PROGRAMSERVICE']._serialized_start=2504
+  _globals['_PROGRAMSERVICE']._serialized_end=2611
 # @@protoc_insertion_point(module_scope)

@@ -341,6 +341,7 @@ class Argument(_message.Message):
     LIST_FIELD_NUMBER: _builtins.int
     GENERATOR_FIELD_NUMBER: _builtins.int
     OBJECT_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
     boolean: _builtins.bool
     integer: _builtins.int
     real: _builtins.float
@@ -366,6 +367,10 @@ class Argument(_message.Message):
     def object(self) -> Global___Object:
         """An object or a tensor of a class of its own, by its parts."""
 
+    @_builtins.property
+    def program(self) -> Global___NestedProgram:
+        """A function of numbers that the op calls, such as score_mod of flex_attention."""
+
     def __init__(
         self,
         *,
@@ -383,16 +388,74 @@ class Argument(_message.Message):
         list: Global___ArgumentList | None = ...,
         generator: Global___Nothing | None = ...,
         object: Global___Object | None = ...,
+        program: Global___NestedProgram | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "program", b"program", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boolean", b"boolean", "complex", b"complex", "device", b"device", "dtype", b"dtype", "generator", b"generator", "integer", b"integer", "layout", b"layout", "list", b"list", "memory_format", b"memory_format", "nothing", b"nothing", "object", b"object", "program", b"program", "real", b"real", "tensor", b"tensor", "text", b"text", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["nothing", "boolean", "integer", "real", "complex", "text", "dtype", "layout", "memory_format", "device", "tensor", "list", "generator", "object"]  # noqa: Y015
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["nothing", "boolean", "integer", "real", "complex", "text", "dtype", "layout", "memory_format", "device", "tensor", "list", "generator", "object", "program"]  # noqa: Y015
     _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
 
 Global___Argument: _TypeAlias = Argument  # noqa: Y015
+
+@_typing.final
+class NestedProgram(_message.Message):
+    """Ops on single numbers, in the order they run. A source is an input of the function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    inputs: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NestedNode]: ...
+    @_builtins.property
+    def output(self) -> Global___Reference: ...
+    def __init__(
+        self,
+        *,
+        inputs: _builtins.int = ...,
+        nodes: _abc.Iterable[Global___NestedNode] | None = ...,
+        output: Global___Reference | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "nodes", b"nodes", "output", b"output"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NestedProgram: _TypeAlias = NestedProgram  # noqa: Y015
+
+@_typing.final
+class NestedNode(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    KEYWORD_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    op: _builtins.int
+    """Index into Program.ops."""
+    @_builtins.property
+    def arguments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Argument]: ...
+    @_builtins.property
+    def keyword_arguments(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeywordArgument]: ...
+    def __init__(
+        self,
+        *,
+        op: _builtins.int = ...,
+        arguments: _abc.Iterable[Global___Argument] | None = ...,
+        keyword_arguments: _abc.Iterable[Global___KeywordArgument] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "keyword_arguments", b"keyword_arguments", "op", b"op"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NestedNode: _TypeAlias = NestedNode  # noqa: Y015
 
 @_typing.final
 class Nothing(_message.Message):

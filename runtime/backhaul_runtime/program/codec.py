@@ -4,7 +4,7 @@ The encoding is protobuf's deterministic one, so equal programs have equal bytes
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,12 +13,16 @@ from google.protobuf.message import DecodeError
 
 from backhaul_proto.v1 import program_pb2
 from backhaul_runtime.errors import ProgramError, TransferError
+from backhaul_runtime.program.attention import MAX_NESTED_NODES, check_attention
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.program import (
+    FLEX_ATTENTION,
     Compilation,
     Composite,
     GeneratorRef,
+    NestedNode,
+    NestedProgram,
     Node,
     Program,
     RecordedChoice,
@@ -69,7 +73,7 @@ def address_of_program(encoded: bytes) -> bytes:
 
 def encode_program(program: Program) -> bytes:
     """Returns the deterministic encoding of a program."""
-    ops = {name: index for index, name in enumerate(dict.fromkeys(node.op for node in program.nodes))}
+    ops = {name: index for index, name in enumerate(dict.fromkeys(_ops_of(program)))}
     types = {name: index for index, name in enumerate(program.types)}
     message = program_pb2.Program(
         format=FORMAT,
@@ -83,9 +87,10 @@ def encode_program(program: Program) -> bytes:
         nodes=[
             program_pb2.Node(
                 op=ops[node.op],
-                arguments=[_encode(value, types) for value in node.args],
+                arguments=[_encode(value, types, ops) for value in node.args],
                 keyword_arguments=[
-                    program_pb2.KeywordArgument(name=name, value=_encode(value, types)) for name, value in node.kwargs
+                    program_pb2.KeywordArgument(name=name, value=_encode(value, types, ops))
+                    for name, value in node.kwargs
                 ],
                 ambient_state=node.ambient,
                 result_bytes=node.result_bytes,
@@ -105,6 +110,15 @@ def encode_program(program: Program) -> bytes:
         compilation=None if program.compilation is None else _encode_compilation(program.compilation),
     )
     return message.SerializeToString(deterministic=True)
+
+
+def _ops_of(program: Program) -> Iterator[str]:
+    for node in program.nodes:
+        yield node.op
+        if node.op == FLEX_ATTENTION:
+            for part in node.parts:
+                if isinstance(part, NestedProgram):
+                    yield from (inner.op for inner in part.nodes)
 
 
 def decode_state(message: program_pb2.AmbientState) -> ambient_state.State:
@@ -159,7 +173,7 @@ def _name(value: torch.dtype | torch.layout | torch.memory_format) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _encode(value: Any, types: Mapping[str, int]) -> program_pb2.Argument:  # noqa: PLR0912  one branch per kind of argument
+def _encode(value: Any, types: Mapping[str, int], ops: Mapping[str, int]) -> program_pb2.Argument:  # noqa: PLR0912  one branch per kind of argument
     make = program_pb2.Argument
     match value:
         case None:
@@ -187,11 +201,29 @@ def _encode(value: Any, types: Mapping[str, int]) -> program_pb2.Argument:  # no
         case GeneratorRef():
             return make(generator=program_pb2.Nothing())
         case tuple():
-            return make(list=program_pb2.ArgumentList(items=[_encode(item, types) for item in value]))
+            return make(list=program_pb2.ArgumentList(items=[_encode(item, types, ops) for item in value]))
         case Composite():
-            parts = [_encode(part, types) for part in value.parts]
+            parts = [_encode(part, types, ops) for part in value.parts]
             return make(object=program_pb2.Object(type=types[value.type], parts=parts))
+        case NestedProgram():
+            return make(program=_encode_nested(value, types, ops))
     raise AssertionError(f"the recorder accepted an argument of type {type(value).__name__}")
+
+
+def _encode_nested(
+    program: NestedProgram, types: Mapping[str, int], ops: Mapping[str, int]
+) -> program_pb2.NestedProgram:
+    nodes = [
+        program_pb2.NestedNode(
+            op=ops[node.op],
+            arguments=[_encode(value, types, ops) for value in node.args],
+            keyword_arguments=[
+                program_pb2.KeywordArgument(name=name, value=_encode(value, types, ops)) for name, value in node.kwargs
+            ],
+        )
+        for node in program.nodes
+    ]
+    return program_pb2.NestedProgram(inputs=program.inputs, nodes=nodes, output=_encode_ref(program.output))
 
 
 def decode_program(encoded: bytes, device: torch.device) -> Program:
@@ -232,6 +264,7 @@ class _Reader:
     def __init__(self, message: program_pb2.Program, device: torch.device) -> None:
         self.message = message
         self.device = device
+        self.source_count = len(message.sources)
         self.result_counts: list[int] = []
 
     def program(self) -> Program:
@@ -278,14 +311,16 @@ class _Reader:
                 f"node {here} names op {node.op} and ambient state {node.ambient_state}: one of them is past the last"
             )
         name = self.message.ops[node.op]
-        op = names.function(name) if is_function_name(name) else resolve(name)
-        args = tuple(self.argument(argument) for argument in node.arguments)
+        nests = name == FLEX_ATTENTION
+        args = tuple(self.argument(argument, nests=nests) for argument in node.arguments)
         kwargs = tuple((pair.name, self.argument(pair.value)) for pair in node.keyword_arguments)
         if len({name for name, _ in kwargs}) < len(kwargs):
             raise ProgramError(f"node {here} ({name}) has a keyword argument twice")
-        if not is_function_name(name):
-            check_call(op, args, dict(kwargs))
-        elif kwargs or node.given:
+        if nests:
+            check_attention(args, dict(kwargs))
+        elif not is_function_name(name):
+            check_call(resolve(name), args, dict(kwargs))
+        elif names.function(name) and (kwargs or node.given):
             raise ProgramError(f"node {here} ({name}) has keyword arguments or recorded choices, a function has none")
         if any(given.source >= len(self.message.sources) for given in node.given):
             raise ProgramError(f"node {here} ({name}) has a recorded choice in a source past the last")
@@ -303,7 +338,7 @@ class _Reader:
 
     def ref(self, reference: program_pb2.Reference) -> Ref:
         kind = reference.WhichOneof("tensor")
-        if kind == "source" and reference.source < len(self.message.sources):
+        if kind == "source" and reference.source < self.source_count:
             return SourceRef(reference.source)
         result = reference.result
         # Only the nodes before this one have counts so far, so a program can't have a cycle.
@@ -314,7 +349,31 @@ class _Reader:
             f"a reference before node {len(self.result_counts)} names a tensor that does not exist yet: {reference}"
         )
 
-    def argument(self, argument: program_pb2.Argument, depth: int = 0) -> Any:
+    def nested(self, program: program_pb2.NestedProgram) -> NestedProgram:
+        # Its references are to its own inputs and nodes, each of which makes one number.
+        if program.inputs > MAX_SOURCES or len(program.nodes) > MAX_NESTED_NODES:
+            raise ProgramError(
+                f"a nested program of {program.inputs} inputs and {len(program.nodes)} nodes is too large"
+            )
+        outer = self.source_count, self.result_counts
+        self.source_count, self.result_counts = program.inputs, []
+        try:
+            nodes = tuple([self.nested_node(node) for node in program.nodes])
+            return NestedProgram(program.inputs, nodes, self.ref(program.output))
+        finally:
+            self.source_count, self.result_counts = outer
+
+    def nested_node(self, node: program_pb2.NestedNode) -> NestedNode:
+        if node.op >= len(self.message.ops):
+            raise ProgramError(f"node {len(self.result_counts)} of a nested program names op {node.op}, past the last")
+        args = tuple(self.argument(argument) for argument in node.arguments)
+        kwargs = tuple((pair.name, self.argument(pair.value)) for pair in node.keyword_arguments)
+        if len({name for name, _ in kwargs}) < len(kwargs):
+            raise ProgramError(f"node {len(self.result_counts)} of a nested program has a keyword argument twice")
+        self.result_counts.append(1)
+        return NestedNode(self.message.ops[node.op], args, kwargs)
+
+    def argument(self, argument: program_pb2.Argument, depth: int = 0, *, nests: bool = False) -> Any:  # noqa: PLR0912  one branch per kind of argument
         kind = argument.WhichOneof("value")
         value = getattr(argument, kind) if kind else None
         # What no case returns is refused at the end, because a client may send any kind and name, and lists inside of
@@ -342,7 +401,9 @@ class _Reader:
                 parts = tuple(self.argument(part, depth + 1) for part in argument.object.parts)
                 return Composite(self.message.types[argument.object.type], parts)
             case "list" if depth < MAX_DEPTH:
-                return tuple(self.argument(item, depth + 1) for item in argument.list.items)
+                return tuple(self.argument(item, depth + 1, nests=nests) for item in argument.list.items)
+            case "program" if nests:
+                return self.nested(argument.program)
         raise ProgramError(f"an argument can't be decoded: {kind or 'empty'} {str(value)[:80]!r}")
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backhaul_runtime.torch_internals.private import OpOverload, arguments_of, returns_of
+from backhaul_runtime.program.program import FLEX_ATTENTION
+from backhaul_runtime.torch_internals.private import HigherOrderOperator, OpOverload, arguments_of, returns_of
 
 HIDDEN_WRITES = {
     "aten.batch_norm.default": ("running_mean", "running_var"),
@@ -175,9 +176,25 @@ class OpRules:
     is_collective: bool
 
 
+_OF_ATTENTION = OpRules(
+    FLEX_ATTENTION,
+    draws=False,
+    written=(),
+    views=frozenset(),
+    reads_values=True,
+    leaves_traces=True,
+    is_collective=False,
+)
+
+
 @cache
-def rules(op: OpOverload) -> OpRules:
-    """Returns the rules of an op, derived from its schema, its tags and the lists above."""
+def rules(op: OpOverload | HigherOrderOperator) -> OpRules:
+    """Returns the rules of an op, derived from its schema, its tags and the lists above.
+
+    The only higher-order op is flex_attention.
+    """
+    if isinstance(op, HigherOrderOperator):
+        return _OF_ATTENTION
     name = str(op)
     namespace, base = name.split(".")[:2]
     is_collective = namespace in COLLECTIVES

@@ -37,6 +37,9 @@ class GeneratorRef:
 
 Ref = SourceRef | ResultRef
 
+FLEX_ATTENTION = "higher_order.flex_attention.default"
+"""The name of torch's higher-order op in programs, see NOTE [Nested programs]."""
+
 CONSTANTS = frozenset({bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, torch.device})
 """The types of values that a program holds as they are, beside None."""
 
@@ -52,6 +55,36 @@ class Composite:
 
     type: str
     parts: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NestedNode:
+    """One op of a nested program.
+
+    Attributes:
+        op: The op's name, as in `Node`.
+        args: Positional arguments: references, constants, and tuples of both. A source is an input of the program.
+        kwargs: Keyword arguments as pairs of name and value, in the order of the call.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NestedProgram:
+    """A function that an op calls, see NOTE [Nested programs].
+
+    Attributes:
+        inputs: The number of its arguments.
+        nodes: The ops, in the order they run.
+        output: The number that it returns.
+    """
+
+    inputs: int
+    nodes: tuple[NestedNode, ...]
+    output: Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +204,13 @@ class Program:
     @cached_property
     def functions(self) -> frozenset[str]:
         """The names of the custom autograd functions, and of the ops of other libraries than torch, that it runs."""
-        return frozenset(node.op for node in self.nodes if node.is_function or not node.op.startswith("aten."))
+        own = ("aten.", FLEX_ATTENTION)
+        return frozenset(node.op for node in self.nodes if node.is_function or not node.op.startswith(own))
+
+    @cached_property
+    def holds_attention(self) -> bool:
+        """Whether it runs flex_attention, for whose backward torch generates code in the process."""
+        return any(node.op == FLEX_ATTENTION for node in self.nodes)
 
     @cached_property
     def draws(self) -> int:
@@ -215,8 +254,16 @@ def numbers_in(program: Program) -> str:
     numbers: list[Any] = [program.ambient_states]
 
     for node in program.nodes:
-        numbers += [part for part in parts_in((node.args, node.kwargs)) if isinstance(part, (int, float, complex))]
+        numbers += _numbers_in((node.args, node.kwargs))
     return repr(numbers)
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    for part in parts_in(value):
+        if isinstance(part, NestedProgram):
+            yield from _numbers_in(tuple([(node.args, node.kwargs) for node in part.nodes]))
+        elif isinstance(part, (int, float, complex)):
+            yield part
 
 
 def is_same_program(first: Program, second: Program) -> bool:

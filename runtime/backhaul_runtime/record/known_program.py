@@ -29,7 +29,7 @@ from torch import Tensor
 
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.op_list import resolve
-from backhaul_runtime.program.program import GeneratorRef, Program
+from backhaul_runtime.program.program import FLEX_ATTENTION, GeneratorRef, Program
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
 from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
@@ -144,6 +144,10 @@ def known_program(
     positions_of_sources = tuple(positions[id(tensor)] for tensor in sources.tensors)
     written = _written(recorder, program, positions_of_sources, inputs)
     for node in program.nodes:
+        if node.op == FLEX_ATTENTION and is_autocast(program.ambient_states[node.ambient]):
+            raise Refusal("flex_attention runs under autocast")
+        if node.op == FLEX_ATTENTION:
+            continue
         op = resolve(node.op)
         if node.op in UNDEFINED_SAVES:
             raise Refusal(f"{node.op} saves memory that it does not write")

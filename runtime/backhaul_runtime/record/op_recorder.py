@@ -1,5 +1,6 @@
 """Records ops: what a node needs of the arguments before an op runs, and of the results afterwards."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from backhaul_runtime.program.op_rules import (
     tensors_in,
     written_tensors,
 )
-from backhaul_runtime.program.program import CONSTANTS, GeneratorRef, Node, Ref, SourceRef
+from backhaul_runtime.program.program import (
+    CONSTANTS,
+    FLEX_ATTENTION,
+    GeneratorRef,
+    NestedProgram,
+    Node,
+    Ref,
+    SourceRef,
+)
 from backhaul_runtime.program.undefined_saves import (
     PARTLY_UNDEFINED,
     RECURRENT,
@@ -27,11 +36,12 @@ from backhaul_runtime.program.undefined_saves import (
 from backhaul_runtime.program.unsafe_arguments import check_values
 from backhaul_runtime.record.custom.custom_functions import CustomFunctions
 from backhaul_runtime.record.memory_writes import prepare_write
+from backhaul_runtime.record.nested_programs import scratch_bytes
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.replay.recorded_choices import DrawRecorder
 from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact
-from backhaul_runtime.torch_internals.private import OpOverload, is_plain, is_thin
+from backhaul_runtime.torch_internals.private import HigherOrderOperator, OpOverload, is_plain, is_thin
 
 
 class OpRecorder:
@@ -48,7 +58,9 @@ class OpRecorder:
         self._allowed = allowed
         self._custom = custom
 
-    def before(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+    def before(
+        self, op: OpOverload | HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Node | None:
         """Returns the node of an op that is about to run; None if no node is recorded for it."""
         recording = self._call.recording
         op_rules = recording.guarded(rules, op)
@@ -60,7 +72,7 @@ class OpRecorder:
             recording.guarded(self._prepare_writes, op_rules, args, kwargs)
         return node
 
-    def _begin(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
+    def _begin(self, op: Any, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node | None:
         call = self._call
         call.memory.contents.forget()
         if op_rules.name in UNDEFINED_SAVES:
@@ -75,12 +87,12 @@ class OpRecorder:
             return None
         return self._node(op, op_rules, args, kwargs)
 
-    def _node(self, op: OpOverload, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+    def _node(self, op: Any, op_rules: OpRules, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         call = self._call
         if op_rules.is_collective:  # a replay would wait for the other ranks for ever
             raise Refusal(f"the collective {op_rules.name}, in which the other ranks take part only once")
         # An op of another library. The value check then covers what it reads and keeps, see OpaqueCheck.
-        is_opaque = op_rules.name not in self._allowed
+        is_opaque = op_rules.name not in self._allowed and op_rules.name != FLEX_ATTENTION
         if is_opaque:
             self._custom.check_op(op_rules.name)
         # In a tensor from outside it could read memory that was not sent.
@@ -126,7 +138,7 @@ class OpRecorder:
             return self._custom.arguments.composite(value)
         if type(value) is torch.device and value.type == "cuda" and value.index is None:
             return torch.device("cuda", torch.cuda.current_device())  # another one may be current in backward
-        if value is None or type(value) in CONSTANTS:
+        if value is None or type(value) in CONSTANTS or isinstance(value, NestedProgram):
             return value
         if isinstance(value, (list, tuple)):
             return tuple([self._argument(item) for item in value])
@@ -193,4 +205,19 @@ class OpRecorder:
         call.choices.end(op, node, args, kwargs, results, draws)
         if node.draws:
             call.generators.end(args, kwargs)
+        call.builder.add(node)
+
+    def after_attention(
+        self, op: HigherOrderOperator, node: Node | None, args: tuple[Any, ...], returned: Sequence[Tensor]
+    ) -> None:
+        """Does what `after` does for flex_attention, whose node in autograd's graph is that of a custom function."""
+        call, results = self._call, tensors_in(returned)
+        sizes = call.memory.interior.add_results(results)
+        if node is None or call.recording.refusal:
+            return
+        call.choices.give_up(Refusal("flex_attention decides by numbers that no other op shows"))
+        call.known.add_results(results)
+        call.known.function_nodes.update(type(one.grad_fn) for one in results if one.grad_fn is not None)
+        node.result_bytes = sizes
+        call.memory.interior.note_scratch(scratch_bytes(args))
         call.builder.add(node)

@@ -15,6 +15,7 @@ NOTE [What the recorder relies on]
    differentiable one that it has returned.
 6. An op that a library has composed of other ops is recorded as these, which run at the same place. So a worker needs
    nothing of the library.
+7. flex_attention is one node. The functions that it takes are recorded by a mode of their own, on single numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ from time import perf_counter
 from typing import Any
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from backhaul_runtime.program.custom.names import JoinedNames
 from backhaul_runtime.program.op_trace import describe_op
@@ -31,15 +31,18 @@ from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.call_memory import Overwritten
 from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.record.custom.custom_functions import CustomFunctions
+from backhaul_runtime.record.nested_programs import attention_arguments
 from backhaul_runtime.record.op_recorder import OpRecorder
 from backhaul_runtime.record.running_call import RunningCall
 from backhaul_runtime.record.saved_tensors import SavedTensorRecorder
 from backhaul_runtime.record.sources import MakeCopy
 from backhaul_runtime.torch_internals.composite_ops import is_composed
+from backhaul_runtime.torch_internals.flex_attention import registered_hooks
 from backhaul_runtime.torch_internals.pre_dispatch import PreDispatchMode
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
     DisableTorchFunction,
+    HigherOrderOperator,
     OpOverload,
 )
 
@@ -90,7 +93,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
         self._ops = OpRecorder(self.call, allowed, self.custom)
         self._saved = SavedTensorRecorder(self.call, self.custom)
         self._op_ended, self.call.memory.overwritten = op_ended, overwritten
-        self._first_hook = RemovableHandle.next_id
+        self._first_hook = registered_hooks()
         self.trace: list[str] | None = [] if traces else None
         self.own_s = 0.0
 
@@ -124,6 +127,36 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
             self._op_ended(self.recording.refusal is None)  # Rule 3
         if self.trace is not None:
             self.trace.append(self.recording.guarded(describe_op, op, args, kwargs, returned) or str(op))
+        self.own_s += perf_counter() - began
+        return returned
+
+    def around_higher_order(
+        self, name: str, op: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Runs a higher-order op. Records flex_attention as one node, with nested programs (Rule 7)."""
+        began, call = perf_counter(), self.call
+        given = None
+        if name != "flex_attention" or kwargs:
+            self.refuse(f"the higher-order op {name}")
+        else:
+            given = self.recording.guarded(attention_arguments, args)
+        with DisableTorchDispatch():
+            node = None if given is None else self._ops.before(op, given, {})
+        self.own_s += perf_counter() - began
+        try:
+            returned = run()
+        except BaseException:
+            self._forget_op()
+            raise
+        finally:
+            call.op.end()
+        began = perf_counter()
+        if given is not None:
+            with DisableTorchDispatch():
+                self.recording.guarded(self._ops.after_attention, op, node, given, returned)
+        self._op_ended(self.recording.refusal is None)
+        if self.trace is not None:
+            self.trace.append(self.recording.guarded(describe_op, name, args, {}, returned) or name)
         self.own_s += perf_counter() - began
         return returned
 
@@ -169,7 +202,7 @@ class Recorder(PreDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def has_new_hooks(self) -> bool:
         """Whether any hook was registered since the call began."""
-        return bool(RemovableHandle.next_id != self._first_hook)
+        return registered_hooks() != self._first_hook
 
     def finish(self, outputs: Sequence[Tensor] = (), casts: Sequence[int] = (), *, early_stop: bool = False) -> Program:
         """Returns the program of the call, which has ended. After a refusal it covers the ops before it (Rule 3).

@@ -23,13 +23,24 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul_runtime.errors import ProgramError, ReplayError
+from backhaul_runtime.program.attention import INDEX
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import ABSOLUTE, rules, written_tensors
-from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef
+from backhaul_runtime.program.program import (
+    FLEX_ATTENTION,
+    Composite,
+    GeneratorRef,
+    NestedProgram,
+    Node,
+    Program,
+    ResultRef,
+    SourceRef,
+)
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.program.unsafe_arguments import checks_values
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals import ambient_state
+from backhaul_runtime.torch_internals.flex_attention import higher_order_op
 from backhaul_runtime.torch_internals.inductor import CompiledFiles, compile_graph, writes_to_inputs
 from backhaul_runtime.torch_internals.private import OpOverload, returns_of
 
@@ -43,7 +54,16 @@ _INDEXING = (
     *("embedding", "embedding_bag", "gather", "index", "index_add", "index_copy", "index_fill", "index_put"),
     *("index_reduce", "index_select", "masked_scatter", "max_unpool2d", "max_unpool3d", "multi_margin_loss"),
     *("multilabel_margin_loss", "nll_loss_nd", "cross_entropy_loss", "ctc_loss", "one_hot", "put"),
-    *("repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "searchsorted", "take", "take_along_dim"),
+    *(
+        "flex_attention",
+        "repeat_interleave",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "searchsorted",
+        "take",
+        "take_along_dim",
+    ),
     *("bincount", "cov", "linalg_ldl_solve", "linalg_lu_solve", "lu_solve", "lu_unpack"),
     *("narrow.Tensor", "tensor_split.tensor_indices_or_sections"),
 )
@@ -59,6 +79,8 @@ def why_not_compiled(program: Program) -> str:
     if any(source.is_written for source in program.sources) or program.casts:
         return "it writes to its inputs"
     for node in program.nodes:
+        if node.op == FLEX_ATTENTION:
+            continue
         op = resolve(node.op)
         if node.op in UNDEFINED_SAVES:
             return f"{node.op} saves memory that it does not write"
@@ -117,9 +139,9 @@ def compile_program(program: Program, device: torch.device, files: CompiledFiles
                 for layout in program.compilation.layouts
             ]
             graph = _graph(program)
-            if any(rules(resolve(node.op)).written for node in program.nodes) and writes_to_inputs(
-                graph, sources, lambda op, args, kwargs: written_tensors(rules(op), args, kwargs)
-            ):
+            if any(
+                node.op != FLEX_ATTENTION and rules(resolve(node.op)).written for node in program.nodes
+            ) and writes_to_inputs(graph, sources, lambda op, args, kwargs: written_tensors(rules(op), args, kwargs)):
                 raise ProgramError("the program cannot run compiled: it writes to its inputs")
             return compile_graph(graph, sources, needs, files)
     except ProgramError:
@@ -178,7 +200,7 @@ def _result_numbers(op: OpOverload, node: Node) -> list[int | None] | None:
 
 def _graph(program: Program) -> fx.GraphModule:
     """Returns the program as a graph of torch, which calls its ops in order."""
-    graph = fx.Graph()
+    root, graph = nn.Module(), fx.Graph()
     sources = [graph.placeholder(f"source_{number}") for number in range(len(program.sources))]
     results: list[list[fx.Node]] = []
 
@@ -190,9 +212,20 @@ def _graph(program: Program) -> fx.GraphModule:
                 return results[node][output]
             case tuple():
                 return [given(item) for item in value]
+            case NestedProgram():
+                name = f"function_{len(list(root.children()))}"
+                root.add_module(name, _nested_graph(value))
+                return graph.get_attr(name)
         return value
 
     for node in program.nodes:
+        if node.op == FLEX_ATTENTION:
+            *first, mask, scale, options, score_buffers, mask_buffers = node.args
+            args = (*map(given, first), tuple(given(mask)), scale, dict(options))
+            buffers = tuple(given(score_buffers)), tuple(given(mask_buffers))
+            made = graph.call_function(higher_order_op(), (*args, *buffers))
+            results.append([graph.call_function(getitem, (made, number)) for number in range(len(node.result_bytes))])
+            continue
         op = resolve(node.op)
         args = tuple([given(value) for value in node.args])
         made = graph.call_function(op, args, {name: given(value) for name, value in node.kwargs})
@@ -200,4 +233,31 @@ def _graph(program: Program) -> fx.GraphModule:
         assert numbers is not None
         results.append([made if number is None else graph.call_function(getitem, (made, number)) for number in numbers])
     graph.output(tuple(given(ref) for ref in program.outputs))
+    return fx.GraphModule(root, graph)
+
+
+def _nested_graph(program: NestedProgram) -> fx.GraphModule:
+    """Returns a nested program as a graph of torch, as torch.compile captures score_mod and mask_mod."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"input_{number}") for number in range(program.inputs)]
+    results: list[fx.Node] = []
+
+    def given(value: Any) -> Any:
+        match value:
+            case SourceRef(index):
+                return inputs[index]
+            case ResultRef(node):
+                return results[node]
+            case tuple():
+                return [given(item) for item in value]
+        return value
+
+    for node in program.nodes:
+        args = tuple([given(value) for value in node.args])
+        if node.op == INDEX:
+            results.append(graph.call_function(getitem, (args[0], tuple(args[1]))))
+        else:
+            kwargs = {name: given(value) for name, value in node.kwargs}
+            results.append(graph.call_function(resolve(node.op), args, kwargs))
+    graph.output(given(program.output))
     return fx.GraphModule(nn.Module(), graph)

@@ -40,11 +40,21 @@ from backhaul_runtime.program.op_rules import (
     written_tensors,
 )
 from backhaul_runtime.program.op_trace import describe_op
-from backhaul_runtime.program.program import Composite, GeneratorRef, Node, Program, ResultRef, SourceRef, parts_in
+from backhaul_runtime.program.program import (
+    FLEX_ATTENTION,
+    Composite,
+    GeneratorRef,
+    Node,
+    Program,
+    ResultRef,
+    SourceRef,
+    parts_in,
+)
 from backhaul_runtime.program.undefined_saves import PARTLY_UNDEFINED, UNDEFINED_SAVES, undefined_saves
 from backhaul_runtime.replay.compiled_programs import CompiledFunction, device_of, function_of, undefined_saves_of
 from backhaul_runtime.replay.custom.custom_execution import CustomExecution
 from backhaul_runtime.replay.footprint import FootprintMeter
+from backhaul_runtime.replay.nested_programs import run_attention
 from backhaul_runtime.replay.recorded_choices import ChoiceReplay
 from backhaul_runtime.replay.saved_tensors import SavedTensorPacker, VersionedTensor, unpacking
 from backhaul_runtime.replay.schedule import Footprint
@@ -365,6 +375,9 @@ class Replay:
                 self._generator(args, {})
             op: OpOverload | str = node.op
             returned = self._custom.run(node.op, args)
+        elif node.op == FLEX_ATTENTION:
+            op = node.op
+            returned = self._run_attention(args)
         else:
             op = resolve(node.op)
             returned = self._run_op(op, node, args, kwargs)
@@ -385,6 +398,17 @@ class Replay:
             for tensor in returned:
                 with DisableTorchDispatch():
                     tensor.detach().zero_()
+        return returned
+
+    def _run_attention(self, args: list[Any]) -> list[Tensor]:
+        """Runs flex_attention, which writes to none of its arguments. Its node in the graph is a custom function's."""
+        try:
+            returned = run_attention(args)
+        except ProgramError:
+            raise
+        except Exception as error:  # an op may raise any type of error
+            raise ReplayError(f"{FLEX_ATTENTION} failed on replay: {error}", op=FLEX_ATTENTION) from error
+        self._custom.node_classes.update(type(one.grad_fn) for one in returned if one.grad_fn is not None)
         return returned
 
     def _run_op(self, op: OpOverload, node: Node, args: list[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -87,13 +87,25 @@ def why_no_list_of_calls(module: fx.GraphModule) -> str:
 
     Higher-order operators hold graphs of their own, and transforms of torch.func reach over several calls. Both mean
     something else when their graph runs as it is: torch's checkpoint, for example, then draws other random numbers.
+    flex_attention is none of these, because its graphs are functions of single numbers.
     """
     for node in module.graph.nodes:
         if node.op == "call_function" and (
-            isinstance(node.target, HigherOrderOperator) or "functorch" in str(getattr(node.target, "__module__", ""))
+            (isinstance(node.target, HigherOrderOperator) and not is_flex_attention(node.target))
+            or "functorch" in str(getattr(node.target, "__module__", ""))
         ):
             return str(getattr(node.target, "__name__", node.target))
     return ""
+
+
+def is_flex_attention(target: Any) -> bool:
+    """Whether what a node of a graph calls is flex_attention."""
+    return isinstance(target, HigherOrderOperator) and str(target) == "flex_attention"
+
+
+def holds_functions(module: fx.GraphModule) -> bool:
+    """Whether a graph holds flex_attention, whose functions need a function mode of torch's own."""
+    return any(is_flex_attention(node.target) for node in module.graph.nodes)
 
 
 def compile_for_autograd(module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:

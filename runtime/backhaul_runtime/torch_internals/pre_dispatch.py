@@ -122,8 +122,15 @@ class PreDispatchMode(ProxyTorchDispatchMode):  # type: ignore[no-untyped-call]
                 _stack.set(_OURS, before)
                 torch._C._dispatch_tls_set_dispatch_key_included(_KEY, was_on)
 
+    def around_higher_order(
+        self, name: str, op: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Calls `run`, which runs a higher-order op unseen by the mode, and returns what it returned."""
+        self.refuse(f"the higher-order op {name}")
+        return run()
+
     def refuse(self, reason: str) -> None:
-        """Called for a higher-order op, whose inner ops the mode does not see, with the reason as a text."""
+        """Called for what the mode does not see, with the reason as a text."""
         raise NotImplementedError
 
 
@@ -200,9 +207,8 @@ def _register_higher_order_ops(mode: type[PreDispatchMode]) -> None:
 
 def _higher_order_rule(name: str, op: HigherOrderOperator) -> Callable[..., Any]:
     def rule(mode: PreDispatchMode, *args: Any, **kwargs: Any) -> Any:
-        mode.refuse(f"the higher-order op {name}")
         with torch._C._DisablePythonDispatcher():
-            return op(*args, **kwargs)
+            return mode.around_higher_order(name, op, args, kwargs, partial(op, *args, **kwargs))
 
     return rule
 

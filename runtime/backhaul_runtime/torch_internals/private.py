@@ -22,7 +22,7 @@ from torch._C._autograd import _pop_saved_tensors_default_hooks as pop_saved_ten
 from torch._C._autograd import _push_saved_tensors_default_hooks as push_saved_tensor_hooks
 from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensor_hooks
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -31,10 +31,12 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 __all__ = [  # names re-exported from torch; the functions below are public as well
     "DisablePythonDispatcher",
     "DisableTorchDispatch",
+    "HigherOrderOperator",
     "OpOverload",
     "WeakTensorRef",
     "next_sequence_number",
     "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
     "pytree",
     "top_saved_tensor_hooks",
 ]

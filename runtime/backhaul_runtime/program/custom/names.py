@@ -230,6 +230,8 @@ class OfferedNames:
         """
         if program.compilation is not None and not self.compiles:
             return "it compiles no programs (a worker with --compile does)"
+        if program.holds_attention and not self.compiles:
+            return "it does not run flex_attention, for which torch generates code (a worker with --compile does)"
         for name in program.functions:
             if name not in identities:
                 reason = self.why_not_op(name)

@@ -234,9 +234,9 @@ class Worker:
                     program = decode_program(encoded, self.device)
                 self.session(session.id)  # raises if the session ended during the decoding
                 digest = sha256(encoded).digest()
+                if (program.compilation is not None or program.holds_attention) and not self.allowed.compiles:
+                    raise ProgramError("this worker compiles no programs: start it with --compile")
                 if program.compilation is not None:
-                    if not self.allowed.compiles:
-                        raise ProgramError("this worker compiles no programs: start it with --compile")
                     self.compiler.check(session.account, digest, encoded, program)
             except BaseException:
                 self.store.abandon(session, size)
