@@ -156,6 +156,17 @@ def test_with_all_of_them_rechecked_a_wrong_gradient_never_counts() -> None:
         assert any("wrong gradients" in reason for reason in reasons(session))
 
 
+def test_a_worker_with_other_hardware_that_is_wrong_is_found() -> None:
+    with (
+        LyingWorker(11, bit=30, environment={"ATEN_CPU_CAPABILITY": "default"}) as liar,
+        backhaul.connect(liar.address, recheck=1.0, settings=QUIET) as session,
+    ):
+        step(model(), session, 0)
+        (segment,) = (segment for segment in session.report().segments if segment.name == "Sequential")
+        assert any("wrong gradients" in reason for reason in segment.reasons)
+        assert segment.rechecked == segment.decisions[Decision.GRADIENTS] == 10
+
+
 def test_a_rechecked_run_has_the_bits_of_another(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, recheck=0.5, settings=QUIET) as session:
         for number in range(3):
