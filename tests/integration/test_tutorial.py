@@ -25,7 +25,7 @@ ENVIRONMENT = {
 
 def without_measurements(text: str) -> str:
     """A text without times and sizes, which differ from run to run."""
-    return re.sub(r" +[\d.,]+ (ms|MB)", r" \1", text)
+    return re.sub(r"[ (]+[\d.,]+ (ms|MB)", r" \1", text)
 
 
 @pytest.mark.slow

@@ -180,10 +180,10 @@ class BlockReport:
 
 @dataclass(frozen=True, slots=True)
 class StepsReport:
-    """The steps that are measured so far: all but those of about the last second.
+    """The steps that have ended.
 
     Attributes:
-        count: The number of steps.
+        count: The number of steps, see `Session.step`.
         wait_s: Seconds for which backward waited for workers, over all steps.
         overhead_s: Seconds of recording, digests and sending in the trainer's own threads.
         spared_s: Seconds that the trainer would have taken to recompute what workers have recomputed, and for the

@@ -13,7 +13,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -89,6 +89,22 @@ class _Totals:
     block: Callable[[], BlockReport] | None = None
 
 
+@dataclass(eq=False)
+class _Ended:
+    """The sums of all steps that have ended."""
+
+    count: int = 0
+    wait: DurationSum = field(default_factory=DurationSum)
+    overhead_s: float = 0.0
+    spared: DurationSum = field(default_factory=DurationSum)
+
+    def add(self, step: _Totals) -> None:
+        self.count += 1
+        self.wait.add_all(step.wait)
+        self.overhead_s += step.overhead_s
+        self.spared.add_all(step.spared)
+
+
 class Telemetry:
     """Counts the steps of a session and sends reports after `start`. `close` ends it. Thread-safe.
 
@@ -127,7 +143,7 @@ class Telemetry:
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
         self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
-        self._measured = StepsReport()
+        self._ended = _Ended()
         self._end = Latch()
         self._thread = threading.Thread(target=self._serve, name="backhaul-telemetry", daemon=True)
 
@@ -230,6 +246,7 @@ class Telemetry:
                 return
             self._now = _Totals(now.number + 1)
             self._peak_saved_bytes = max(self._peak_saved_bytes, now.saved_bytes)
+            self._ended.add(now)
             step = telemetry_pb2.Step(
                 number=now.number,
                 started_at_s=now.started_at_s,
@@ -284,23 +301,12 @@ class Telemetry:
 
     @property
     def steps(self) -> StepsReport:
-        """What is measured of the steps so far."""
-        return self._measured
-
-    def _measure(self, step: telemetry_pb2.Step, totals: _Totals) -> telemetry_pb2.Step:
-        """Adds what the step's totals measure. Waits for their device."""
-        step.wait_s, step.spared_s = totals.wait.wait(), totals.spared.wait()
-        if totals.block is not None:
-            step.block.CopyFrom(_block_message(totals.block()))
-        so_far = self._measured
-        self._measured = StepsReport(
-            so_far.count + 1,
-            so_far.wait_s + step.wait_s,
-            so_far.overhead_s + step.overhead_s,
-            so_far.spared_s + step.spared_s,
-            max(so_far.saved_bytes, step.saved_bytes),
+        """What the steps have taken that have ended. Waits for what is being measured."""
+        with self._lock:
+            ended = replace(self._ended)
+        return StepsReport(
+            ended.count, ended.wait.wait(), ended.overhead_s, ended.spared.wait(), max(0, self._peak_saved_bytes)
         )
-        return step
 
     def _reports(self, *, is_last: bool) -> Iterator[telemetry_pb2.TrainerReport]:
         """Yields the reports to send now."""
@@ -316,7 +322,7 @@ class Telemetry:
             self._run.is_closed = True
         if not self._run.world_size:  # the process group may be made after the session
             self._run.rank, self._run.world_size = rank_and_world()
-        messages = [_with_loss(self._measure(step, totals), loss) for step, totals, loss, _ in steps]
+        messages = [_with_loss(_measured(step, totals), loss) for step, totals, loss, _ in steps]
         events = self.events.take(is_last=is_last)
         was_told = False
         contexts = {step.number: context for step, *_, context in steps if context is not None}
@@ -352,6 +358,14 @@ def _block_message(block: BlockReport) -> telemetry_pb2.Block:
         ],
         pending_gradient_bytes=block.pending_gradient_bytes,
     )
+
+
+def _measured(step: telemetry_pb2.Step, totals: _Totals) -> telemetry_pb2.Step:
+    """Adds what the step's totals measure. Waits for their device."""
+    step.wait_s, step.spared_s = totals.wait.wait(), totals.spared.wait()
+    if totals.block is not None:
+        step.block.CopyFrom(_block_message(totals.block()))
+    return step
 
 
 def _with_loss(step: telemetry_pb2.Step, loss: "Tensor | float | None") -> telemetry_pb2.Step:

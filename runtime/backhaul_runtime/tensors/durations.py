@@ -94,6 +94,15 @@ class DurationSum:
                 self._seconds += factor * duration
             self._take_in()
 
+    def add_all(self, other: "DurationSum") -> None:
+        """Adds all durations of another sum."""
+        with other._lock:
+            seconds, unfinished = other._seconds, list(other._open)
+        with self._lock:
+            self._seconds += seconds
+            self._open += unfinished
+            self._take_in()
+
     @property
     def so_far_s(self) -> float:
         """The seconds of those durations that are over. Does not wait."""
