@@ -195,7 +195,9 @@ def block_step(layers: nn.ModuleList, session: Session | None, seed: int) -> lis
 
 @pytest.mark.usefixtures("keyed")
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("workers", "boundaries"), [(1, "send"), (1, "derive"), (2, "send")])
+@pytest.mark.parametrize(
+    ("workers", "boundaries"), [(1, "derive"), pytest.param(1, "send", marks=pytest.mark.nightly), (2, "send")]
+)
 def test_a_wrong_bit_is_found_in_blocks(seed: int, workers: int, boundaries: Boundaries) -> None:
     with ExitStack() as stack:
         liar = stack.enter_context(LyingWorker(seed, LAYERS // workers))

@@ -127,7 +127,10 @@ def step(checkpoint: Checkpoint, attention: Attention, mask: BlockMask | None, s
     return [y.detach(), x.grad, *[parameter.grad for parameter in attention.parameters()]]
 
 
-@pytest.mark.parametrize(("way", "is_masked"), [(recorded, True), (recorded, False), (own, True), (user, True)])
+@pytest.mark.parametrize(
+    ("way", "is_masked"),
+    [(recorded, True), pytest.param(recorded, False, marks=pytest.mark.nightly), (own, True), (user, True)],
+)
 def test_gradients_have_the_bits_of_the_same_call(way: Callable[[Loopback], Checkpoint], is_masked: bool) -> None:
     remote, attention, mask = Loopback(), block(), mask_of(causal) if is_masked else None
     checkpoint = way(remote)
@@ -170,6 +173,7 @@ def test_a_worker_that_does_not_compile_says_so(session: Session) -> None:
     assert "it does not run flex_attention" in reason
 
 
+@pytest.mark.nightly
 def test_another_score_mod_is_another_program() -> None:
     remote, attention, mask = Loopback(), block(), mask_of(causal)
     checkpoint = own(remote)

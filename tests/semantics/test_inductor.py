@@ -426,7 +426,7 @@ def test_a_worker_refuses_what_it_cannot_compile(change: Callable[[Any], Program
     compiling_worker(use)
 
 
-@pytest.mark.parametrize("is_trainers_own", [False, True])
+@pytest.mark.parametrize("is_trainers_own", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_compiled_code_is_charged_once_and_made_before_the_program_is_taken(*, is_trainers_own: bool) -> None:
     async def use(compiling: Compiling) -> None:
         account, x = Account(), torch.randn(4, requires_grad=True)

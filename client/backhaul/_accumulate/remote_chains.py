@@ -165,7 +165,7 @@ class RemoteChains:
         )
         if remote is not None and rechecks is not None and rechecks.draws():
             own = {position: one for position, one in gradients.items() if isinstance(one, Tensor)}
-            micro_batch.drawn.append(partial(frame.is_repeated, remote, own, answer.contributions, summed))
+            micro_batch.drawn.append(partial(frame.local_backward.repeats, remote, own, answer.contributions, summed))
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited

@@ -20,10 +20,10 @@ from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.handles import Handle, Handles, awaited
 from backhaul._backward.lineage import Lineage
-from backhaul._backward.recheck import Rounding, differing, norm_of
+from backhaul._backward.local_backward import LocalBackward, check_arrived
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
-from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
+from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed
 from backhaul._observe.report import Decision
 from backhaul._torch_api.selective import MUTATED
 from backhaul_runtime.errors import (
@@ -32,7 +32,6 @@ from backhaul_runtime.errors import (
     CompilingError,
     DrainingError,
     LimitError,
-    RecheckError,
     ReplayError,
     SavedTensorModifiedError,
     StaleTensorError,
@@ -50,7 +49,6 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
-from backhaul_runtime.tensors.random_projection import projections as projections_of
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.private import (
@@ -205,7 +203,9 @@ class Frame:
                 contributions = self.remote_gradients(gradients, ambient_state.capture(), summed=summed).contributions
                 took = stopwatch.stop()
                 if (rechecks := remote.rechecks) is not None:
-                    is_checked = rechecks.draws() and self.is_repeated(remote, gradients, contributions, summed)
+                    is_checked = rechecks.draws() and self.local_backward.repeats(
+                        remote, gradients, contributions, summed
+                    )
                     rechecks.believe(remote.worker, is_checked=is_checked)
             except RECOVERABLE as error:
                 self.lost(error)
@@ -215,97 +215,18 @@ class Frame:
         if not needs_graph:
             self.call.check_strict(self.local_reason)
         stopwatch = Stopwatch(self.call.device)
-        assert self.lineage is not None
-        contributions = self._gradients_here(
+        contributions = self.local_backward.gradients(
             self.lineage.values(), gradients, self._ways_by_number(ways) if needs_graph else None
         )
         self.call.log.add(Decision.TRAINER, stopwatch.stop())
         return contributions
 
-    def _gradients_here(
-        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor] | None = None
-    ) -> list[Contribution]:
-        """Runs the segment's backward on the trainer, on the values of its sources. `ways` are by source or output."""
-        assert self.program is not None
-        contributions = local_recompute.gradients_here(
-            self.call.name, self.program, self.call.recording, values, gradients, self.replay_options, ways=ways
-        )
-        check_uses(self.call.name, "on the trainer", self.uses.counts, contributions)
-        return contributions
-
-    def is_repeated(
-        self,
-        remote: RemoteSegment,
-        gradients: Mapping[int, Tensor],
-        contributions: Sequence[Contribution],
-        summed: Set[int],
-    ) -> bool:
-        """Whether the trainer gets the same gradients as the worker. False also if it can't compute them.
-
-        Args:
-            remote: The worker's side that has returned them.
-            gradients: The gradients of the program's outputs, by the output's position.
-            contributions: What the worker has returned for them.
-            summed: The sources whose contributions the worker has added up.
-
-        Raises:
-            RecheckError: The trainer cannot repeat its own computation.
-            WorkerLostError: The worker's gradients are wrong, and it is out of the session. See NOTE [Recheck].
-        """
-        assert remote.rechecks is not None
+    @property
+    def local_backward(self) -> LocalBackward:
+        """The segment's backward on the trainer."""
         assert self.program is not None
         assert self.lineage is not None
-        if self.program.functions:  # their backward is the user's code, and would run on the trainer too
-            self.call.log.not_rechecked("it runs custom functions")
-            return False
-        try:
-            values = self.lineage.values()
-            ours = self._gradients_here(values, gradients)
-        except Exception as error:  # a trainer without free memory, for example, needs the worker all the more
-            message = error.message if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
-            self.call.log.not_rechecked(message.partition("\n")[0])
-            return False
-        # Without this setting the backward of some kernels adds in no fixed order on a GPU, such as fused attention.
-        is_exact = remote.is_exact and (
-            not self.call.recording.accelerators or torch.are_deterministic_algorithms_enabled()
-        )
-        difference = differing(ours, contributions, summed, is_exact=is_exact)
-        if difference is not None:
-            again = self._gradients_here(values, gradients)
-            if not is_exact or differing(ours, again, (), is_exact=True) is not None:  # kernels that add in no order
-                rounding = self._rounding(values, gradients, ours)
-                if differing(ours, again, (), is_exact=False, rounding=rounding) is not None:
-                    raise RecheckError(
-                        f"segment {self.call.name}: the trainer has computed its gradients twice, and they differ by "
-                        "more than rounding does. Look for a damaged device: what this machine computes can't be "
-                        "trusted",
-                        segment=self.call.name,
-                    )
-                difference = differing(ours, contributions, summed, is_exact=False, rounding=rounding)
-        if difference is not None:
-            source, distance = difference
-            why = (
-                f"the worker {remote.worker} has returned wrong gradients for segment {self.call.name}: that of source "
-                f"{source} is {distance:.1e} of its norm away from what the trainer has computed twice"
-            )
-            remote.rechecks.expel(remote.worker, why)
-            remote.expel(why)
-            raise WorkerLostError(why, status="LOST")
-        self.call.log.rechecked()
-        return True
-
-    def _rounding(
-        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], ours: Sequence[Contribution]
-    ) -> Rounding | None:
-        """Returns how far rounding carries in the segment's backward; None if an op refuses other inputs."""
-        assert self.program is not None
-        known = [*gradients.values(), *(one.gradient for one in ours if one.gradient is not None)]
-        with suppress(Exception):  # such as a probability that is above 1 now
-            shaken = local_recompute.shaken_gradients_here(
-                self.program, self.call.recording, values, gradients, self.replay_options
-            )
-            return Rounding(shaken, max(map(norm_of, known), default=0.0))
-        return None
+        return LocalBackward(self.call, self.program, self.lineage, self.uses.counts, self.replay_options)
 
     def remote_gradients(
         self,
@@ -513,8 +434,8 @@ class Frame:
                 raise TransferError(
                     f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
                 )
-        if self._is_drawn:
-            self._check_arrived(index, tensor)
+        if self._is_drawn and self.remote is not None:
+            check_arrived(self.call, self.remote, index, tensor)
         if self._wanted <= self._here.keys():
             self._stop_incoming()
         self.call.log.wait(stopwatch.stop())
@@ -526,25 +447,6 @@ class Frame:
         if drift:
             self.call.log.drift(drift)
             remote.drifted(drift)
-
-    def _check_arrived(self, index: int, tensor: Tensor) -> None:
-        """Raises WorkerLostError if a saved tensor is not that of forward, whatever digest the worker has declared."""
-        remote, saved = self.remote, self.call.recording.saved[index]
-        if remote is None or remote.rechecks is None or saved.is_undefined:
-            return
-        layout = layout_of(tensor)
-        digest = saved_digest(layout, content_digest(tensor, layout))
-        projections = () if remote.is_exact else [projections_of([tensor])]
-        try:
-            check_recomputed(self.call.name, [saved], Recomputed([digest], projections))
-        except CheckpointError:
-            why = (
-                f"the worker {remote.worker} has returned wrong activations for segment {self.call.name}: saved tensor "
-                f"{index} is not what the worker has declared"
-            )
-            remote.rechecks.expel(remote.worker, why)
-            remote.expel(why)
-            raise WorkerLostError(why, status="LOST") from None
 
     def _stop_incoming(self) -> None:
         incoming, self._incoming = self._incoming, None
