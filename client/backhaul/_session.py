@@ -31,8 +31,9 @@ from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.graphs import Graphs, keep_own_code_out
+from backhaul._observe.journal import Journal
 from backhaul._observe.ranks import rank_and_world
-from backhaul._observe.report import Journal, Report
+from backhaul._observe.report import Report
 from backhaul._observe.run_events import RunEvents
 from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote

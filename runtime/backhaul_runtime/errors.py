@@ -168,7 +168,7 @@ class SegmentLostError(BackhaulError, RuntimeError):
 
 
 class RecheckError(BackhaulError, RuntimeError):
-    """A worker has returned a wrong gradient, and others of it have counted in the same backward."""
+    """A worker was wrong and other gradients of it have counted, or the trainer can't repeat its own gradients."""
 
     worker: str = ""
     segment: str = ""

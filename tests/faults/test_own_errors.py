@@ -19,7 +19,7 @@ from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward import checkpoint, keep, saved_tensor_hooks
 from backhaul._forward.saved_tensor_hooks import SavedTensorHooks
 from backhaul._observe.call_log import CallLog
-from backhaul._observe.report import SegmentLog
+from backhaul._observe.journal import SegmentLog
 from backhaul._observe.telemetry import Telemetry
 from backhaul._worker_client.upload.segment_sender import SegmentSender
 from backhaul._worker_client.upload.uploader import Uploader

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, GraphExecGroup, set_checkpoint_early_stop
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from backhaul import Decision, Session
+from backhaul import Decision, Session, WorkerLostError
 from backhaul._backward.frame import Frame
 from backhaul._backward.handles import Handle
 from support.bits import Checkpoint, differing, grad_of
@@ -27,6 +27,7 @@ from support.calls import (
     sines,
     torch_checkpoint,
 )
+from support.loopback import Loopback
 
 
 def slope(x: Tensor) -> Tensor:
@@ -381,3 +382,18 @@ def test_who_recomputed_is_who_was_asked(checkpoint: Checkpoint, session: Sessio
     checkpoint(sines, x).sum().backward()
     assert session.report().segments[0].decisions == {Decision(returns): 1}
     assert differing([x.grad], [slope(x)]) == []
+
+
+def test_a_worker_that_another_thread_has_lost_meanwhile_costs_a_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Frame.remote_gradients
+
+    def lost_meanwhile(frame: Frame, *arguments: Any) -> Any:
+        frame.lost(WorkerLostError("gone", status="LOST"))
+        return asked(frame, *arguments)
+
+    monkeypatch.setattr(Frame, "remote_gradients", lost_meanwhile)
+    remote, x = Loopback(), torch.randn(3, requires_grad=True)
+    remote.checkpoint(torch.sin, x).sum().backward()
+    assert torch.equal(grad_of(x), x.detach().cos())
+    (segment,) = remote.report().segments
+    assert segment.decisions == {Decision.TRAINER: 1}

@@ -18,7 +18,8 @@ from backhaul._config import resolve
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import CallSite, EncodedProgram, PendingCall
 from backhaul._forward.graphs import Graphs
-from backhaul._observe.report import Journal, Report
+from backhaul._observe.journal import Journal
+from backhaul._observe.report import Report
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.call_options import options_of
 from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from backhaul._config import Config, Settings, resolve
 from backhaul._observe import run_events, telemetry
 from backhaul._observe.call_log import CallLog
+from backhaul._observe.journal import SegmentLog
 from backhaul._observe.ranks import rank_and_world
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.report import Decision
 from backhaul._observe.run_events import EVENTS_PER_REPORT, MAX_KINDS, RunEvents
 from backhaul._observe.telemetry import Telemetry
 from backhaul._worker_client.connection.link_traffic import LinkTraffic

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from backhaul._observe.call_log import CallLog
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.journal import SegmentLog
+from backhaul._observe.report import Decision
 from backhaul._observe.telemetry import MAX_CALLS, MAX_STEPS, Telemetry
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_proto.v1.segment_pb2 import Timing

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from backhaul._observe.call_log import CallLog
-from backhaul._observe.report import SegmentLog
+from backhaul._observe.journal import SegmentLog
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.grpc_errors import is_damage
 from backhaul._worker_client.connection.worker_session import WorkerSession

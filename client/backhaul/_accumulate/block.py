@@ -53,7 +53,8 @@ from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_chains import RemoteChains
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._backward.recheck import Rechecks
-from backhaul._observe.report import Helper, SegmentLog
+from backhaul._observe.journal import SegmentLog
+from backhaul._observe.report import Helper
 from backhaul_runtime.errors import AccumulationError, BackhaulError, RecheckError, WorkerLostError, log_once
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.record.contents import FixedDigests

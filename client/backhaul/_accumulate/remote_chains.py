@@ -19,7 +19,8 @@ from backhaul._accumulate.micro_batch import (
 )
 from backhaul._accumulate.serial_thread import SerialThread
 from backhaul._backward.remote_side import StoredGradient
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.journal import SegmentLog
+from backhaul._observe.report import Decision
 from backhaul._worker_client.remote_segment import SavedSegment
 from backhaul._worker_client.upload.uploader import Uploader
 from backhaul_runtime.errors import BackhaulError
@@ -157,8 +158,8 @@ class RemoteChains:
         answer = frame.remote_gradients(
             gradients,
             micro_batch.state,
-            may_stay,
             summed,
+            may_stay,
             unsent if len(unsent) == 1 else (),
             self._upcoming(micro_batch, uploader),
             self._rounds[uploader],

@@ -200,7 +200,7 @@ class Frame:
         if remote is not None and not needs_graph:
             stopwatch, summed = Stopwatch(self.call.device), frozenset(self.consumers.sources)
             try:
-                contributions = self.remote_gradients(gradients, ambient_state.capture(), summed=summed).contributions
+                contributions = self.remote_gradients(gradients, ambient_state.capture(), summed).contributions
                 took = stopwatch.stop()
                 if (rechecks := remote.rechecks) is not None:
                     is_checked = rechecks.draws() and self.local_backward.repeats(
@@ -232,8 +232,8 @@ class Frame:
         self,
         gradients: Mapping[int, Tensor | StoredGradient],
         state: ambient_state.State,
+        summed: Set[int],
         may_stay: Mapping[int, Tensor] = MappingProxyType({}),
-        summed: Set[int] | None = None,
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
         round_number: int = 0,
@@ -243,8 +243,8 @@ class Frame:
         Args:
             gradients: The gradients of the program's outputs, by the output's position.
             state: Ambient settings under which backward runs.
+            summed: Sources whose contributions the worker may add up.
             may_stay: Parameters whose gradients the worker may keep and add up, by source.
-            summed: Sources whose contributions the worker may add up; None for those that nothing else can have used.
             unsent: Sources whose gradients only the backwards of predecessors on the same worker need.
             upcoming: Numbers of the segments that will be requested next, as in `RemoteSegment.backward`.
             round_number: The round to which gradients that stay on the worker belong, see NOTE [Uncollected].
@@ -253,14 +253,15 @@ class Frame:
             BackhaulError: One of `RECOVERABLE`. Nothing was kept. Pass it to `lost`.
         """
         remote = self.remote
-        assert remote is not None
+        if remote is None:  # another thread's backward over the same graph has lost it meanwhile
+            raise WorkerLostError(self.local_reason, status="LOST")
         assert self.program is not None
         state = ambient_state.as_far_as(state, self.program.ambient_states)
         if changed := names.changed(self.call.recording.identities):
             raise ReplayError(
                 f"the custom autograd function {changed}, or a value that it reads, was changed after forward"
             )
-        summed, checks_bytes = self.consumers.sources if summed is None else summed, self.call.options.checks_bytes
+        checks_bytes = self.call.options.checks_bytes
         with _recoverable():
             answer = remote.backward(
                 gradients,

@@ -20,7 +20,8 @@ from backhaul._dispatch.placement import Placement
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
 from backhaul._dispatch.suitability import advice_on, check_suitable, in_words
 from backhaul._dispatch.worker_handle import WorkerHandle
-from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE, Journal
+from backhaul._observe.journal import Journal
+from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE
 from backhaul._observe.telemetry import Telemetry
 from backhaul._torch_api.fsdp import frees_parameters
 from backhaul._worker_client.connection.connection import Connection

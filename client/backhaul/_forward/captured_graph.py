@@ -261,8 +261,8 @@ class GraphCall(CapturedInputs):
         given: The inputs of the graph, in their order.
 
     Attributes:
-        inputs: The same with a description in the place of each wrapper. The tensors in wrappers follow, so the worker
-            never gets a wrapper.
+        inputs: The inputs of the graph, but of each wrapper only what it is without its tensors. These tensors follow
+            at the end, so a worker never gets a wrapper.
     """
 
     def __init__(self, graph: CapturedGraph, given: Sequence[Any]) -> None:

@@ -5,7 +5,8 @@ from functools import wraps
 from time import time
 from typing import ParamSpec
 
-from backhaul._observe.report import Decision, SegmentLog
+from backhaul._observe.journal import SegmentLog
+from backhaul._observe.report import Decision
 from backhaul._observe.run_events import EventKind
 from backhaul._observe.telemetry import Telemetry
 from backhaul_proto.v1 import segment_pb2, telemetry_pb2

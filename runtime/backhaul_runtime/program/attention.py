@@ -10,6 +10,7 @@ NOTE [Nested programs]
 4. The names of options come from a table, and so do the texts among their values: Inductor writes them into its code.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -114,3 +115,15 @@ def check_nested(program: NestedProgram) -> None:
             raise ProgramError("a nested program indexes a buffer by other values than tensors", op=node.op)
         if node.op.startswith("aten.new_") and node.args[1:2] != ((),):
             raise ProgramError("a nested program makes a tensor that is not a single number", op=node.op)
+
+
+def bound(value: Any, inputs: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Returns an argument of a nested program with what its references stand for: inputs, and one result per node."""
+    match value:
+        case SourceRef(index):
+            return inputs[index]
+        case ResultRef(node):
+            return results[node]
+        case tuple():
+            return [bound(item, inputs, results) for item in value]
+    return value

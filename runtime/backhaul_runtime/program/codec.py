@@ -320,8 +320,12 @@ class _Reader:
             check_attention(args, dict(kwargs))
         elif not is_function_name(name):
             check_call(resolve(name), args, dict(kwargs))
-        elif names.function(name) and (kwargs or node.given):
-            raise ProgramError(f"node {here} ({name}) has keyword arguments or recorded choices, a function has none")
+        else:
+            names.function(name)  # which raises ProgramError for one that is not allowed here
+            if kwargs or node.given:
+                raise ProgramError(
+                    f"node {here} ({name}) has keyword arguments or recorded choices, a function has none"
+                )
         if any(given.source >= len(self.message.sources) for given in node.given):
             raise ProgramError(f"node {here} ({name}) has a recorded choice in a source past the last")
         self.result_counts.append(len(node.result_bytes))

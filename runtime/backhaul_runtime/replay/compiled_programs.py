@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backhaul_runtime.errors import ProgramError, ReplayError
-from backhaul_runtime.program.attention import INDEX
+from backhaul_runtime.program.attention import INDEX, bound
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import ABSOLUTE, rules, written_tensors
 from backhaul_runtime.program.program import (
@@ -242,22 +242,12 @@ def _nested_graph(program: NestedProgram) -> fx.GraphModule:
     inputs = [graph.placeholder(f"input_{number}") for number in range(program.inputs)]
     results: list[fx.Node] = []
 
-    def given(value: Any) -> Any:
-        match value:
-            case SourceRef(index):
-                return inputs[index]
-            case ResultRef(node):
-                return results[node]
-            case tuple():
-                return [given(item) for item in value]
-        return value
-
     for node in program.nodes:
-        args = tuple([given(value) for value in node.args])
+        args = tuple([bound(value, inputs, results) for value in node.args])
         if node.op == INDEX:
             results.append(graph.call_function(getitem, (args[0], tuple(args[1]))))
         else:
-            kwargs = {name: given(value) for name, value in node.kwargs}
+            kwargs = {name: bound(value, inputs, results) for name, value in node.kwargs}
             results.append(graph.call_function(resolve(node.op), args, kwargs))
-    graph.output(given(program.output))
+    graph.output(bound(program.output, inputs, results))
     return fx.GraphModule(nn.Module(), graph)

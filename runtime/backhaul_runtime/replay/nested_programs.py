@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from backhaul_runtime.errors import ProgramError
-from backhaul_runtime.program.attention import INDEX
+from backhaul_runtime.program.attention import INDEX, bound
 from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.op_rules import tensors_in
-from backhaul_runtime.program.program import NestedProgram, ResultRef, SourceRef
+from backhaul_runtime.program.program import NestedProgram
 from backhaul_runtime.torch_internals.flex_attention import index_buffer, run_flex_attention
 
 
@@ -26,20 +26,9 @@ def function_of(program: NestedProgram) -> Callable[..., Tensor]:
 
     def run(*inputs: Tensor) -> Tensor:
         results: list[Tensor] = []
-
-        def given(value: Any) -> Any:
-            match value:
-                case SourceRef(index):
-                    return inputs[index]
-                case ResultRef(node):
-                    return results[node]
-                case tuple():
-                    return [given(item) for item in value]
-            return value
-
         for node in program.nodes:
-            args = [given(value) for value in node.args]
-            kwargs = {name: given(value) for name, value in node.kwargs}
+            args = [bound(value, inputs, results) for value in node.args]
+            kwargs = {name: bound(value, inputs, results) for name, value in node.kwargs}
             if node.op == INDEX:
                 buffer, indices = args
                 if not isinstance(buffer, Tensor) or len(indices) != buffer.dim() or any(i.dim() for i in indices):
@@ -51,7 +40,7 @@ def function_of(program: NestedProgram) -> Callable[..., Tensor]:
             if any(tensor.dim() for tensor in tensors_in((args, list(kwargs.values())))):
                 raise ProgramError(f"a nested program takes a whole buffer for a number in {node.op}", op=node.op)
             results.append(resolve(node.op)(*args, **kwargs))
-        returned: Tensor = given(program.output)
+        returned: Tensor = bound(program.output, inputs, results)
         if returned.dim():
             raise ProgramError("a nested program returns a whole buffer")
         return returned
