@@ -83,9 +83,9 @@ class Settings:
     sent whole."""
 
     determinism_check: Check = setting("values")
-    """What is compared before a gradient counts. "values": all that autograd saves in forward. "bytes": also each
-    result when it arrives. "outputs": only what a segment returns, if its program is known, which takes less time. See
-    docs/compiled.md."""
+    """What is compared before a gradient counts. With "values" that is all that autograd saves in forward, with "bytes"
+    also each result when it arrives, and with "outputs" only what a segment returns, if its program is known, which
+    takes less time. See docs/compiled.md."""
 
     connect_timeout_s: float = setting(30.0, positive)
     """Seconds that connect() waits for the workers. A worker that it starts needs some seconds to import torch."""
