@@ -278,3 +278,43 @@ def test_a_loop_inside_one_region_goes_on_with_the_casts_of_its_first_step(sessi
     (segment,) = session.report().segments
     assert segment.decisions[Decision.GRADIENTS] == 1
     assert segment.decisions[Decision.KEPT] == 3
+
+
+def tied_inside(x: Tensor, linear: nn.Linear) -> Tensor:
+    with autocast():
+        return (linear(linear(x).sin()) + F.linear(x, linear.weight)).float()
+
+
+@pytest.mark.parametrize("is_batched", [False, True])
+def test_gradients_of_gradients_of_casts_inside(is_batched: bool, session: Session) -> None:
+    """A replay that is differentiated has no leaves, so autocast casts the weight at each of its uses."""
+
+    def case(checkpoint: Checkpoint) -> tuple[list[Tensor], list[Tensor]]:
+        seed()
+        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH, requires_grad=True)
+        y, inputs = checkpoint(tied_inside, x * 1, linear), [x, *linear.parameters()]
+        directions = torch.randn(2, *y.shape) if is_batched else torch.randn(y.shape)
+        options = {"create_graph": not is_batched, "is_grads_batched": is_batched}
+        first = list(torch.autograd.grad(y, inputs, directions, **options))
+        if is_batched:
+            return first, []
+        second = torch.autograd.grad(torch.stack([gradient.square().sum() for gradient in first]).sum(), inputs)
+        return [gradient.detach() for gradient in first], list(second)
+
+    (ours, our_second), (theirs, their_second) = case(session.checkpoint), case(plainly)
+    assert differing(ours, theirs) == []
+    torch.testing.assert_close(our_second, their_second, rtol=2**-6, atol=2**-4)
+
+
+def test_a_view_that_is_a_leaf(session: Session) -> None:
+    """Autocast caches no casts of views, so each use casts it."""
+
+    def case(checkpoint: Checkpoint) -> list[Tensor | None]:
+        seed()
+        linear, x = nn.Linear(WIDTH, WIDTH), torch.randn(4, 2 * WIDTH)[:, WIDTH:].requires_grad_()
+        with autocast():
+            checkpoint(lambda x: linear(x) * linear(x.flip(0)) + F.linear(x, linear.weight), x).float().sum().backward()
+        return [x.grad, linear.weight.grad]
+
+    assert differing(case(session.checkpoint), case(plainly)) == []
+    assert session.report().segments[0].decisions == {Decision.GRADIENTS: 1}

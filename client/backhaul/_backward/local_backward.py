@@ -19,6 +19,7 @@ from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.digest import content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.random_projection import projections as projections_of
+from backhaul_runtime.torch_internals.graph_entries import with_history_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,11 +50,48 @@ class LocalBackward:
             gradients: The gradients of the program's outputs, by the output's position.
             ways: For a backward that is differentiated itself, see `gradients_here`.
         """
-        contributions = local_recompute.gradients_here(
-            self.call.name, self.program, self.call.recording, values, gradients, self.options, ways=ways
-        )
+        contributions = self._contributions(values, gradients, ways)
+        if ways is not None and self._counts_of(contributions) != [*self.use_counts]:
+            contributions = self._at_uses_of_forward(values, gradients, contributions)
         check_uses(self.call.name, "on the trainer", self.use_counts, contributions)
         return contributions
+
+    def _contributions(
+        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], ways: Mapping[int, Tensor] | None
+    ) -> list[Contribution]:
+        return local_recompute.gradients_here(
+            self.call.name, self.program, self.call.recording, values, gradients, self.options, ways=ways
+        )
+
+    def _counts_of(self, contributions: Sequence[Contribution]) -> list[int]:
+        counts = [0] * len(self.use_counts)
+        for contribution in contributions:
+            counts[contribution.source] += 1
+        return counts
+
+    def _at_uses_of_forward(
+        self, values: Sequence[Tensor], gradients: Mapping[int, Tensor], contributions: Sequence[Contribution]
+    ) -> list[Contribution]:
+        """Returns contributions that can be differentiated, one for each use in forward.
+
+        Sources that have the history of others are no leaves, so autocast casts them at each use and not once. The bits
+        then come from a backward in which they are leaves. The first contribution to a source has the history of all.
+        """
+        exact = self._contributions(values, gradients, None)
+        counts, histories = self._counts_of(contributions), dict[int, Tensor]()
+        for source, gradient in ((one.source, one.gradient) for one in contributions):
+            if gradient is not None and counts[source] != self.use_counts[source]:
+                histories[source] = histories[source] + gradient if source in histories else gradient
+        left = iter([one for one in contributions if counts[one.source] == self.use_counts[one.source]])
+        joined = []
+        for source, gradient in ((one.source, one.gradient) for one in exact):
+            if counts[source] == self.use_counts[source]:
+                joined.append(next(left))
+            elif gradient is not None and source in histories:
+                joined.append(Contribution(source, with_history_of(gradient, histories.pop(source))))
+            else:
+                joined.append(Contribution(source, gradient))
+        return joined
 
     def repeats(
         self,

@@ -163,8 +163,9 @@ def gradients_here(
             follow from, a tensor through which gradients reach it. Its values are not read. See `Contribution.source`.
     """
     state = ambient_state.capture()
+    histories = ways if torch.is_grad_enabled() else None  # what is only batched needs none
     with _ours(recording):
-        replay = replay_here(name, program, recording, values, aids, histories=ways)
+        replay = replay_here(name, program, recording, values, aids, histories=histories)
         # The backward of a custom function may draw random numbers, and then draws them from the trainer's generators.
         if ways is None and not program.functions:
             ambient_state.apply(state, ambient_state.capture())

@@ -31,7 +31,7 @@ from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.layout import Layout, device_of, layout_of
 from backhaul_runtime.torch_internals.generators import default_generator
-from backhaul_runtime.torch_internals.private import version_of
+from backhaul_runtime.torch_internals.private import is_leaf, version_of
 
 MAX_SITES = 1 << 12
 """The most call sites of functions that are kept; each takes about 16 kB."""
@@ -227,7 +227,7 @@ class CallSite:
                 except UnsupportedTensorError:  # from here it would count as an error of ours
                     return None
                 # All of these are part of the program: what was sent for another one would be thrown away.
-                here = now.header, tensor.requires_grad, tensor.is_leaf
+                here = now.header, tensor.requires_grad, is_leaf(tensor)
                 if here != (origin.layout.header, wanted.requires_grad, wanted.is_leaf):
                     return None
                 value: Tensor = tensor

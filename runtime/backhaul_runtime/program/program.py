@@ -93,7 +93,8 @@ class Source:
 
     Attributes:
         requires_grad: Whether backward returns a gradient for the source.
-        is_leaf: Whether it is a leaf. Autocast caches the casts of leaves only, so this affects the gradients' bits.
+        is_leaf: Whether it is a leaf, and no view that takes gradients. Autocast caches the casts of such leaves only,
+            so this affects the gradients' bits.
         is_written: Whether the program writes into the source, so that a replay uses a copy of it.
     """
 

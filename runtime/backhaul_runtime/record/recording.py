@@ -29,7 +29,7 @@ class RecordedSource:
         is_copy: Whether `retained` is a copy, which does not change.
         is_argument: Whether the source was passed to the call. Otherwise the function captured it.
         requires_grad: Whether the source required gradients.
-        is_leaf: Whether the source was a leaf of autograd's graph.
+        is_leaf: Whether the source was a leaf of autograd's graph, and no view that takes gradients.
         is_written: Whether an op of the call writes to the source.
         written: The caller's own tensor if it is captured and written to, else None.
         is_given: Whether the source is not a tensor of the caller but a recorded choice of the call.

@@ -12,7 +12,7 @@ from backhaul_runtime.replay.recorded_choices import is_binary, pack_bits
 from backhaul_runtime.tensors.deferred_digest import Digest
 from backhaul_runtime.tensors.digest import content_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of, unsupported_reason
-from backhaul_runtime.torch_internals.private import identity_of
+from backhaul_runtime.torch_internals.private import identity_of, is_leaf
 from backhaul_runtime.torch_internals.storages import storage_key
 
 MakeCopy = Callable[[Tensor, Layout, Digest | None], Tensor]
@@ -44,10 +44,10 @@ def recorded_source(
         is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change like
             parameters do, if at all.
     """
-    is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
+    leaf, requires_grad = is_leaf(tensor), tensor.requires_grad
     is_state = not requires_grad and not isinstance(tensor, torch.nn.Parameter)
-    is_own_state = not is_argument and is_leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
-    is_copy = is_argument or not is_leaf or is_own_state
+    is_own_state = not is_argument and leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
+    is_copy = is_argument or not leaf or is_own_state
     if not is_copy:
         value = tensor.detach()
     elif is_own_state and not isinstance(address, bytes):
@@ -57,7 +57,7 @@ def recorded_source(
     else:
         value = make_copy(tensor, layout, address)
     offset = int(tensor.storage_offset())
-    return RecordedSource(layout, offset, address, value, is_copy, is_argument, requires_grad, is_leaf)
+    return RecordedSource(layout, offset, address, value, is_copy, is_argument, requires_grad, leaf)
 
 
 def note_write(source: RecordedSource, tensor: Tensor) -> None:
@@ -171,7 +171,7 @@ class SourceLedger:
         tensor, source, edge = self.tensors[index], self._noted[index], self._edges[index]
         return (
             tensor.requires_grad != source.requires_grad
-            or tensor.is_leaf != source.is_leaf
+            or is_leaf(tensor) != source.is_leaf
             or (edge is not None and get_gradient_edge(tensor)[:2] != edge[:2])
         )
 

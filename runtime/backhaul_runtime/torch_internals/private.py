@@ -164,7 +164,12 @@ def sequence_of(tensor: Tensor) -> int:
 
 
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
-"""Whether a tensor is a view for autograd. Autocast caches no casts of views, also where they are leaves."""
+"""Whether a tensor is a view for autograd."""
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf for autocast too, which caches no casts of views that take gradients."""
+    return tensor.is_leaf and not (tensor.requires_grad and is_view(tensor))
 
 
 def set_sequence_number(tensor: Tensor, number: int) -> None:
