@@ -148,6 +148,10 @@ class Settings:
     """Create OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
     `pip install 'backhaul[otel]'`."""
 
+    whole_recheck: float = setting(0.02, share)
+    """Share of the micro-batches that workers compute whole, from 0 to 1, that the trainer computes as well and
+    compares. `recheck` counts instead if it is larger. See docs/whole-micro-batches.md."""
+
     def __post_init__(self) -> None:
         given = []
         for field in fields(self):

@@ -25,12 +25,16 @@ from backhaul._accumulate import guards
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._accumulate.block_times import EndedBlock
 from backhaul._accumulate.plan import MORE_OPEN, Shares
+from backhaul._accumulate.whole import WholeMicroBatches
+from backhaul._accumulate.whole_shares import WholeShares
 from backhaul._backward.lineage import Copies
+from backhaul._backward.recheck import Rechecks
 from backhaul._config import DESCRIPTIVE, LOCALS, SECRETS, Config, Local
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
 from backhaul._forward.graphs import Graphs, keep_own_code_out
+from backhaul._forward.whole_call import WholeCalls
 from backhaul._observe.journal import Journal
 from backhaul._observe.ranks import rank_and_world
 from backhaul._observe.report import Report
@@ -38,7 +42,8 @@ from backhaul._observe.run_events import RunEvents
 from backhaul._observe.telemetry import Telemetry
 from backhaul._observe.warnings import warn_not_remote
 from backhaul._torch_api import fsdp, patched, sequential, wrap
-from backhaul._torch_api.call_options import Options, decorator, names_of_torch, options_of
+from backhaul._torch_api.call_options import NAMES, TORCHS, Options, decorator, names_of_torch, options_of
+from backhaul._torch_api.inlining import is_inlined
 from backhaul._torch_api.patched import Redirect
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.connection.connection import Connection, trainer_name
@@ -124,7 +129,11 @@ class Session:
         )
         if "torch._dynamo" in sys.modules:  # code that is compiled may call the session
             keep_own_code_out()
-        self.graphs = Graphs(self._dispatcher, options_of(config, {})[0])
+        options = options_of(config, {})[0]
+        self.graphs = Graphs(self._dispatcher, options)
+        self._whole_calls, self._whole_shares = WholeCalls(self.graphs, self._dispatcher, options), WholeShares()
+        whole_recheck = max(config.recheck, config.whole_recheck)
+        self._whole_rechecks = Rechecks(whole_recheck) if whole_recheck else None
         resolvers = parse_resolvers(config.worker) if config.worker else []
         files = [file.strip() for file in config.token_file.split(",") if file]
         token_files = one_for_each(files, len(resolvers)) if resolvers else []
@@ -174,6 +183,8 @@ class Session:
                 what it needs to recompute the segment.
             ValueError: An option is one that torch rejects too.
         """
+        if function is not None and is_inlined():
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in NAMES})
         options, rest = options_of(self.config, kwargs)
         if function is None:
             return decorator(self.checkpoint, args, rest, kwargs)
@@ -185,6 +196,8 @@ class Session:
         The decorator form returns a function that calls torch's function, so it is redirected only inside a `patched`
         block.
         """
+        if function is not None and is_inlined():
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in TORCHS})
         options, rest = options_of(self.config, kwargs, names_of_torch())
         if function is None:
             return decorator(torch.utils.checkpoint.checkpoint, args, rest, kwargs)
@@ -322,6 +335,15 @@ class Session:
             return last
 
         fixed = FixedDigests()
+        whole = None
+        if any(worker.up is not None for worker in self._workers):
+            whole = WholeMicroBatches(
+                self._whole_calls,
+                self._whole_shares,
+                self._whole_rechecks,
+                self._dispatcher.journal,
+                self._dispatcher.take_all,
+            )
         block = AccumulationBlock(
             f"accumulation block {next(self._blocks)} of session {self.run}",
             self._dispatcher.micro_batch_ended,
@@ -329,7 +351,8 @@ class Session:
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
             self._dispatcher.journal.log("Session.accumulate"),
             fixed,
-            self._dispatcher.rechecks,
+            [one for one in (self._dispatcher.rechecks, self._whole_rechecks) if one is not None],
+            whole,
             self.config.inflight_micro_batches or MORE_OPEN + sum(not worker.is_leaving for worker in self._workers),
             self.config.deferred_bytes,
             self.config.pending_gradient_bytes,

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.parsed_files import parsed
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs/on-the-trainer.md", ROOT / "docs/compiled.md"
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("on-the-trainer", "compiled", "whole-micro-batches"))
 
 CALLS = {
     "Refusal",

@@ -24,6 +24,8 @@ def other(name: str) -> Any:
         return OTHERS[name]
     if isinstance(default, bool):
         return not default
+    if isinstance(default, float) and 0 < default < 1:  # a share
+        return 1.0
     return default + 1 if isinstance(default, int | float) else field.type.__args__[-1]  # type: ignore[union-attr]
 
 

@@ -22,8 +22,10 @@ NOTE [Deferred]
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +53,10 @@ from backhaul._accumulate.micro_batch import (
 )
 from backhaul._accumulate.reductions import Reductions, note_use
 from backhaul._accumulate.remote_chains import RemoteChains
+from backhaul._accumulate.whole import NOT_CALLED, WholeMicroBatches, loss_in, whole_parts
 from backhaul._backward.frame import RECOVERABLE, Frame
 from backhaul._backward.recheck import Rechecks
+from backhaul._forward.whole_call import WholeCall
 from backhaul._observe.journal import SegmentLog
 from backhaul._observe.report import Helper
 from backhaul_runtime.errors import AccumulationError, BackhaulError, RecheckError, WorkerLostError, log_once
@@ -61,7 +65,7 @@ from backhaul_runtime.record.contents import FixedDigests
 from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
-from backhaul_runtime.torch_internals.private import next_sequence_number, without_hooks
+from backhaul_runtime.torch_internals.private import next_sequence_number, pytree, without_hooks
 
 
 class AccumulationBlock:
@@ -76,7 +80,8 @@ class AccumulationBlock:
         is_ours: Whether a segment belongs to the session of the block.
         log: The log of the session's blocks.
         fixed: The digests of parameters that forwards in the block take.
-        rechecks: What the session rechecks; None if it rechecks nothing.
+        rechecks: What the session rechecks.
+        whole: Whole micro-batches, see NOTE [Whole micro-batches].
         most_open: The number of micro-batches that the trainer may not have finished. `backward` finishes the first of
             them when there are more. None is finished earlier, so that the trainer has work at the end of a block while
             it waits for the last chain.
@@ -104,7 +109,8 @@ class AccumulationBlock:
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
         fixed: FixedDigests,
-        rechecks: Rechecks | None = None,
+        rechecks: Sequence[Rechecks] = (),
+        whole: WholeMicroBatches | None = None,
         most_open: int = 4,
         deferred_bytes: int = 0,
         pending_gradient_bytes: int = 0,
@@ -120,8 +126,8 @@ class AccumulationBlock:
             deferred_bytes,
             pending_gradient_bytes,
         )
-        self._rechecks = rechecks
-        self._out_before = frozenset(() if rechecks is None else rechecks.out)
+        self._rechecks, self._whole = rechecks, whole
+        self._out_before = frozenset(worker for one in rechecks for worker in one.out)
         self._gradients = PendingGradients()
         self._reductions = Reductions()
         self.hooked: set[Node] = set()
@@ -138,7 +144,7 @@ class AccumulationBlock:
         self._times = BlockTimes()
         self._in_head = 0  # segments of the next micro-batch that belong to its head
         self._usual_head: Duration = 0.0  # what the last head without such segments took
-        self._chains = RemoteChains(self._gradients, log, self._open)
+        self._chains = RemoteChains(self._gradients, log, self._open, None if whole is None else whole.rechecks)
 
     def ended(self, took: Duration) -> EndedBlock:
         """Returns what is known of the block after its end.
@@ -204,6 +210,71 @@ class AccumulationBlock:
         with self._working():
             self._backward(loss, kept)
 
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a micro-batch with its backward, or lets a worker do so, forward included.
+
+        A worker gets the first micro-batches of a block, as many as it computes while the trainer computes the others.
+        See docs/whole-micro-batches.md.
+
+        Args:
+            function: Returns the loss of the micro-batch: a tensor of one element with a graph, or a tuple, list or
+                mapping with such a loss as its first item, as its item or as its attribute `loss`. It must depend on
+                nothing that changes in the block, and change nothing but what it returns.
+            *args: Arguments of the function. Tensors among them must not be changed before the block ends.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            What the function returns, with tensors that have no graph. The loss of a micro-batch that a worker computes
+            has its value when the block ends. Reading it before waits for the worker.
+
+        Raises:
+            AccumulationError: As for `backward`, or the function returns no loss.
+        """
+        self._check_use()
+        whole, began_s = self._whole, perf_counter()
+        if whole is not None and whole.is_next:
+            with self._working():
+                returned, call = whole.call(function, args, kwargs)
+                if call is not None:
+                    self._submit(call)
+                    return returned
+        else:
+            returned = NOT_CALLED
+        if returned is NOT_CALLED:
+            if whole is not None:
+                whole.runs_here()
+            returned = function(*args, **kwargs)
+        loss = loss_in(returned)
+        if loss is None:
+            raise AccumulationError(f"run() in {self.name} needs a function that returns a loss: see its documentation")
+        self.backward(loss)
+        del loss
+        if whole is not None:
+            whole.ran_here(perf_counter() - began_s)
+        return pytree.tree_map_only(Tensor, Tensor.detach, returned)
+
+    def _submit(self, call: WholeCall) -> None:
+        """Queues the backward of a whole micro-batch."""
+        self._check_unchanged()
+        self._micro_batch_ended()
+        parts, gradient = whole_parts(call)
+        call.frame.is_in_block = True
+        self._gradients.enter(parts.leaves.values())
+        self.micro_batches += 1
+        call.frame.call.log.micro_batch = self.micro_batches
+        streams = self._streams = present_streams(gradient)
+        self._device = gradient.device
+        with torch.no_grad():
+            state = ambient_state.capture()
+        sums = {parts.chain[0].target: gradient}
+        micro_batch = MicroBatch(self.micro_batches, 0, parts, state, streams, sums, size_bytes_of(parts, sums, 0))
+        micro_batch.segments_left, micro_batch.first_gradient = list(parts.chain), gradient
+        self._plan(parts)
+        self._chains.submit(micro_batch)
+        self._open.append(micro_batch)
+        assert self._whole is not None
+        self._whole.submitted(call, micro_batch)
+
     @contextmanager
     def deferring(self) -> Iterator[None]:
         """Turns each `loss.backward()` inside into `backward(loss)`, for libraries that call it themselves.
@@ -227,7 +298,8 @@ class AccumulationBlock:
             frame.call.log.micro_batch = self.micro_batches + 1
         self._gradients.enter(parts.leaves.values())
         parts = self._divisible(parts)
-        if not parts.chain:  # its head has nodes of the tail, whose hooks see the micro-batches in their order
+        # Its head has nodes of the tail, whose hooks see the micro-batches in their order. A whole one has none here.
+        if not parts.chain and any(one.parts.chain and not one.is_whole for one in self._open):
             self._finish_all()
         self.micro_batches += 1
         streams = self._streams = present_streams(loss)
@@ -259,14 +331,21 @@ class AccumulationBlock:
             for leaf in parts.leaves.values():
                 self._gradients.plan(leaf, None, self.micro_batches)
         self._open.append(micro_batch)
-        while self._open and (
-            len(self._open) > self._most_open
-            or 0 < self._deferred_bytes < self._open_bytes
-            or not self._open[0].parts.chain  # it waits for nothing, and would hold a set of gradients
-        ):
+        while self._open and self._must_finish_first():
             self._finish_first()
         self._most_deferred_bytes = max(self._most_deferred_bytes, self._open_bytes)
         self._in_head = self._chosen_for_head(parts)
+
+    def _must_finish_first(self) -> bool:
+        """Whether the first open micro-batch is finished now."""
+        first = self._open[0]
+        if first.is_whole:  # the trainer goes on with the others until it has ended
+            return first.ended is None or first.ended.is_done
+        return (
+            len(self._open) > self._most_open
+            or 0 < self._deferred_bytes < self._open_bytes
+            or not first.parts.chain  # it waits for nothing, and would hold a set of gradients
+        )
 
     def _divisible(self, parts: Parts) -> Parts:
         """Returns the parts, undivided if a part of the backward must not run later than in a plain backward."""
@@ -313,6 +392,8 @@ class AccumulationBlock:
             self._collect()
             self._check_unchanged(self._fixed.changed())
             self._check_workers()
+            if self._whole is not None:
+                self._whole.end()
             self._gradients.deliver(self._reductions, self._fixed.changed)
             self._has_delivered = True  # nothing between these two lines lets Ctrl-C in
             self._fixed.forget()  # an optimizer may step now, if a plain backward completes the gradients
@@ -470,9 +551,8 @@ class AccumulationBlock:
 
     def _check_workers(self) -> None:
         """Raises RecheckError if a worker was wrong since the block began."""
-        if self._rechecks is None:
-            return
-        for worker, why in self._rechecks.out.items():
+        out = {worker: why for one in self._rechecks for worker, why in one.out.items()}
+        for worker, why in out.items():
             if worker not in self._out_before:
                 raise RecheckError(
                     f"{why}. Other gradients of the same worker have counted in {self.name}. Leave the block, set the "

@@ -45,6 +45,8 @@ class MicroBatch:
         first_gradient: The gradient with which the chain began.
         stored: The gradient of the next segment, if only its worker has it.
         last_gradient: The last gradient that the trainer had, with the position of its segment in the chain.
+        outputs: The values of the outputs of a whole micro-batch, once a worker has returned them.
+        ended_s: When a worker has answered for the whole of it, by the clock of `perf_counter`; 0 before.
         drawn: The rechecks of the answers that were drawn, for the caller's thread.
         ended: The last part of the chain that was queued.
         is_stopped: Whether the rest of the chain is left to the trainer.
@@ -63,10 +65,17 @@ class MicroBatch:
     first_gradient: Tensor | None = None
     stored: StoredGradient | None = None
     last_gradient: tuple[int, Tensor] | None = None
+    outputs: Sequence[Tensor] = ()
+    ended_s: float = 0.0
     drawn: list[Callable[[], bool]] = field(default_factory=list)
     ended: Promise[None] | None = None
     is_stopped: bool = False
     error: Exception | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a worker computes all of it, forward included."""
+        return any(segment.frame.call.recording.is_unseen for segment in self.parts.chain)
 
 
 def present_streams(loss: Tensor) -> Streams:

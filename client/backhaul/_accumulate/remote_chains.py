@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from time import perf_counter
 
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from backhaul._accumulate.micro_batch import (
     uploader_of,
 )
 from backhaul._accumulate.serial_thread import SerialThread
+from backhaul._backward.recheck import Rechecks
 from backhaul._backward.remote_side import StoredGradient
 from backhaul._observe.journal import SegmentLog
 from backhaul._observe.report import Decision
@@ -40,13 +42,21 @@ class RemoteChains:
         gradients: The gradients of the block, which learn what stays on a worker.
         log: The log of the session's blocks.
         unfinished: The micro-batches that the block has not finished, in their order. The block changes this list.
+        unseen_rechecks: Which whole micro-batches are rechecked; None if none are.
 
     Attributes:
         busy_s: Seconds from the request for each segment to its answer, by worker.
     """
 
-    def __init__(self, gradients: PendingGradients, log: SegmentLog, unfinished: Sequence[MicroBatch]) -> None:
+    def __init__(
+        self,
+        gradients: PendingGradients,
+        log: SegmentLog,
+        unfinished: Sequence[MicroBatch],
+        unseen_rechecks: Rechecks | None = None,
+    ) -> None:
         self._gradients, self._log, self._unfinished = gradients, log, unfinished
+        self._unseen_rechecks = unseen_rechecks
         self._threads: dict[Uploader, SerialThread] = {}
         self._rounds: dict[Uploader, int] = {}  # of the gradients that each worker keeps
         self._last: dict[Uploader, Promise[None]] = {}  # the last part of a chain that each thread was given
@@ -144,7 +154,8 @@ class RemoteChains:
             micro_batch.last_gradient = len(micro_batch.uncollected), gradient
         leaves, due = micro_batch.parts.leaves, frame.sources_of_contributions()
         remote = frame.remote
-        rechecks = None if remote is None else remote.rechecks
+        is_unseen = frame.call.recording.is_unseen
+        rechecks = None if remote is None or is_unseen else remote.rechecks
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
@@ -167,6 +178,11 @@ class RemoteChains:
         if remote is not None and rechecks is not None and rechecks.draws():
             own = {position: one for position, one in gradients.items() if isinstance(one, Tensor)}
             micro_batch.drawn.append(partial(frame.local_backward.repeats, remote, own, answer.contributions, summed))
+        if remote is not None and is_unseen:
+            micro_batch.outputs, micro_batch.ended_s = answer.outputs, perf_counter()
+            if self._unseen_rechecks is not None and self._unseen_rechecks.draws():
+                again = partial(frame.local_backward.repeats_unseen, remote, self._unseen_rechecks)
+                micro_batch.drawn.append(partial(again, {0: gradient}, answer.addresses, answer.outputs))
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited

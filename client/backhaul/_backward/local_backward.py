@@ -10,13 +10,14 @@ from torch import Tensor
 from backhaul._backward import local_recompute
 from backhaul._backward.checkpointed_call import CheckpointedCall
 from backhaul._backward.lineage import Lineage
-from backhaul._backward.recheck import Rounding, differing, norm_of
+from backhaul._backward.local_recompute import outputs_here
+from backhaul._backward.recheck import Rechecks, Rounding, differing, norm_of
 from backhaul._backward.remote_side import RemoteSegment
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed, check_uses
 from backhaul_runtime.errors import BackhaulError, RecheckError, WorkerLostError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution
-from backhaul_runtime.tensors.digest import content_digest, saved_digest
+from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.random_projection import projections as projections_of
 from backhaul_runtime.torch_internals.graph_entries import with_history_of
@@ -146,6 +147,62 @@ class LocalBackward:
                 f"the worker {remote.worker} has returned wrong gradients for segment {self.call.name}: that of source "
                 f"{source} is {distance:.1e} of its norm away from what the trainer has computed twice",
             )
+        self.call.log.rechecked()
+        return True
+
+    def repeats_unseen(
+        self,
+        remote: RemoteSegment,
+        rechecks: Rechecks,
+        gradients: Mapping[int, Tensor],
+        addresses: Sequence[bytes],
+        outputs: Sequence[Tensor],
+    ) -> bool:
+        """Whether the trainer gets what a worker has computed of a call that the trainer has not run.
+
+        Its gradients are in sums on the worker. So their addresses are compared, which it has returned before it knew
+        that the call was drawn. False also if the trainer can't compute them, or not with the same bits each time.
+
+        Args:
+            remote: The worker's side that has returned them.
+            rechecks: Learns of a worker that is out.
+            gradients: The gradients of the program's outputs, by the output's position.
+            addresses: The address of each contribution; empty for none.
+            outputs: The values of the program's outputs.
+
+        Raises:
+            WorkerLostError: The worker's gradients are wrong, and it is out of the session. See NOTE [Recheck].
+        """
+
+        def run() -> list[bytes]:
+            values = self.lineage.values()
+            own = outputs_here(self.call.name, self.program, self.call.recording, values, range(len(outputs)))
+            computed = [own[position] for position in range(len(outputs))]
+            contributions = self.gradients(values, gradients)
+            return [
+                *(b"" if one.gradient is None else address_of(one.gradient) for one in contributions),
+                *map(address_of, computed),
+            ]
+
+        try:
+            ours = run()
+        except Exception as error:  # a trainer without free memory, for example, needs the worker all the more
+            message = error.message if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
+            self.call.log.not_rechecked(message.partition("\n")[0])
+            return False
+        theirs = [*addresses, *map(address_of, outputs)]
+        if ours != theirs:
+            if ours != run():
+                self.call.log.not_rechecked("the trainer's kernels do not repeat their own bits")
+                return False
+            different = sum(one != other for one, other in zip(ours, theirs, strict=False))
+            why = (
+                f"the worker {remote.worker} has returned wrong gradients for the micro-batch {self.call.name}: "
+                f"{different} of {len(ours)} tensors differ from what the trainer has computed twice"
+            )
+            rechecks.expel(remote.worker, why)
+            remote.expel(why)
+            raise WorkerLostError(why, status="LOST")
         self.call.log.rechecked()
         return True
 

@@ -34,6 +34,9 @@ class RemoteAnswer(NamedTuple):
             gradients stay on the worker, which count only after that call.
         took_s: Seconds from the request to the answer. Before the request the device computes the gradient that it
             starts from, and the worker does not take that time.
+        outputs: The values of the program's outputs, if they were asked for.
+        addresses: The address of each contribution as the worker has computed it, also of those that stay there; empty
+            for none. No addresses unless outputs were asked for.
     """
 
     compared: Recomputed
@@ -41,6 +44,8 @@ class RemoteAnswer(NamedTuple):
     stored: Mapping[int, StoredGradient]
     commit: Callable[[int], set[int]]
     took_s: float
+    outputs: Sequence[Tensor] = ()
+    addresses: Sequence[bytes] = ()
 
 
 class RemoteSegment(Protocol):
@@ -72,6 +77,7 @@ class RemoteSegment(Protocol):
         may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
+        outputs: Sequence[Layout] = (),
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:
@@ -87,6 +93,8 @@ class RemoteSegment(Protocol):
             unsent: Sources in `summed` whose gradients are not returned if they are in the answer's `stored`.
             upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
                 for the one that was saved before this segment.
+            outputs: The layouts of the program's outputs, if the trainer has not run forward: the answer then has their
+                values, and the addresses of contributions.
             checks_bytes: Whether both sides compute digests of the returned gradients.
         """
 

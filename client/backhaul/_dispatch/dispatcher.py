@@ -16,7 +16,7 @@ from backhaul._backward.frame import RecordedSegment
 from backhaul._backward.lineage import Copies
 from backhaul._backward.recheck import Rechecks
 from backhaul._config import Config
-from backhaul._dispatch.placement import Placement
+from backhaul._dispatch.placement import Placement, worker_of_whole
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
 from backhaul._dispatch.suitability import advice_on, check_suitable, in_words
 from backhaul._dispatch.worker_handle import WorkerHandle
@@ -226,7 +226,7 @@ class Dispatcher:
         target = pending.target
         # If the worker has restarted since, it no longer has what was sent before the call.
         was_sent = target is not None and target[0].connection.up is target[1]
-        worker, worker_session, number = target if target is not None and was_sent else self._next_target()
+        worker, worker_session, number = target if target is not None and was_sent else self._next_target(pending.whole)
         mismatch = self._differences(
             worker,
             worker_session,
@@ -340,8 +340,11 @@ class Dispatcher:
             made=device_moments([s.value for s in sources if s.layout.is_on_accelerator and s.value is not None]),
         )
 
-    def _next_target(self) -> tuple[WorkerHandle, WorkerSession, int]:
+    def _next_target(self, whole: tuple[int, int] | None = None) -> tuple[WorkerHandle, WorkerSession, int]:
         """Returns the worker for the next segment and the segment's number.
+
+        Args:
+            whole: For a whole micro-batch, as in `PendingCall`.
 
         Raises Refusal if no worker can be reached.
         """
@@ -356,7 +359,8 @@ class Dispatcher:
                 raise Refusal(f"{UNREACHABLE}: {why}", is_said=True)
             speeds = self._speeds or {name: worker.connection.speed for name, (worker, _) in up.items()}
             is_known = all(speeds.get(name) for name in up)
-            chosen = self._placement.choose_worker({name: speeds[name] if is_known else 1.0 for name in up})
+            known = {name: speeds[name] if is_known else 1.0 for name in up}
+            chosen = self._placement.choose_worker(known) if whole is None else worker_of_whole(*whole, known)
             if chosen is None:
                 raise Refusal(TRAINERS_SHARE, is_said=True, is_chosen=True)
             return *up[chosen], next(self._numbers)
@@ -394,6 +398,11 @@ class Dispatcher:
             self._placement.backward()
             kept, self._kept = self._kept, 0
             return kept
+
+    def take_all(self) -> None:
+        """Lets no worker have a segment of the present block that begins from now on."""
+        with self._lock:
+            self._placement.take_all()
 
     def take_last(self, segments: int) -> None:
         """Lets no worker have so many of the last segments of the next micro-batch."""

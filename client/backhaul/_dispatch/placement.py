@@ -1,5 +1,6 @@
 """Assigns segments to workers in arcs of the chain, so that each worker keeps the same parameters. Pure."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
@@ -29,6 +30,19 @@ def parts_by_speed(segments: int, speeds: Sequence[float]) -> list[int]:
         parts[number] += 1
         heapreplace(next_ends, ((parts[number] + 1) / speeds[number], number))
     return parts
+
+
+def worker_of_whole(position: int, count: int, speeds: Mapping[str, float]) -> str:
+    """Returns the worker of a whole micro-batch. The fastest one gets the first ones: it alone can add them up.
+
+    Args:
+        position: The position of the micro-batch among those of the block that workers get, from 0.
+        count: The number of these; at least `position` + 1.
+        speeds: The relative speed of each worker, by name.
+    """
+    names = sorted(speeds, key=lambda name: (-speeds[name], name))
+    ends = accumulate(parts_by_speed(count, [speeds[name] for name in names]))
+    return next(name for name, end in zip(names, ends, strict=True) if position < end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +156,10 @@ class Placement:
         """Ends the present pass. In the following ones the trainer computes nothing itself."""
         self.begin_block(0)
         self._is_in_block = False
+
+    def take_all(self) -> None:
+        """Lets no worker have a segment until the block ends."""
+        self._trainers_share = sys.maxsize
 
     def take_last(self, segments: int) -> None:
         """Sets how many of the last segments of the next pass, and of no other, no worker gets."""

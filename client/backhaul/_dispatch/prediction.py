@@ -261,6 +261,7 @@ class PendingCall:
         target: The worker, worker session and segment number of what was sent before the call; None if nothing was.
         refusal: Why nothing was sent, if no worker was to get the segment.
         is_saved: Whether the sent segment was confirmed.
+        whole: For a whole micro-batch its position among those of the block that workers get, and their number.
     """
 
     site: CallSite
@@ -270,6 +271,7 @@ class PendingCall:
     target: tuple[WorkerHandle, WorkerSession, int] | None = None
     refusal: Refusal | None = None
     is_saved: bool = False
+    whole: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
         return self

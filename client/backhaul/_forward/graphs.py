@@ -22,7 +22,7 @@ import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 from typing import Any, Literal
@@ -56,6 +56,7 @@ from backhaul._forward.checkpoint import (
 from backhaul._forward.compiled_graph import compiled_segment
 from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
+from backhaul._torch_api.inlining import inlining
 from backhaul_runtime.errors import Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.torch_internals.captured_graphs import (
@@ -74,6 +75,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     key_of,
     name_of_compiled,
     numbers_of_graph,
+    side_effect_of_compiled,
     why_no_list_of_calls,
     why_not_captured,
     with_own_settings,
@@ -106,6 +108,8 @@ class GraphTarget:
         name: The name of the function, for reports; empty: that which torch.compile knows.
         graph_count: The number of graphs that have run.
         compiles_itself: Whether Backhaul compiles the function, so that only one graph runs, and only a proven one.
+        take: Gets a call of a known program in the place of running it, and returns what stands for its results; None
+            to run such calls. See `Graphs.unseen`.
         compiling: The settings that torch.compile has during the call, if it compiles.
     """
 
@@ -114,6 +118,7 @@ class GraphTarget:
     name: str = ""
     graph_count: int = 0
     compiles_itself: bool = False
+    take: Callable[[GraphCall, KnownSegment], Any] | None = None
     compiling: ExitStack = field(default_factory=ExitStack)
 
 
@@ -204,8 +209,12 @@ def compile_graph(
             learned = reason
         if isinstance(learned, KnownSegment) and not (target.compiles_itself and learned.is_due()):  # Rule 6
             target.graph_count += 1
+            if target.take is not None:
+                return target.take(call, learned)
             return run_known(target.dispatcher, call, learned, target.options)
         _note_compilations(target, graph.name, compile_ids)
+        if target.take is not None and (isinstance(kind, str) or isinstance(learned, str)):
+            raise Refusal(str(learned))
         expected = learned if isinstance(learned, Program) else None
         needs_function = target.compiles_itself and expected is None  # Rule 5
         if isinstance(kind, str) or isinstance(learned, str):
@@ -328,6 +337,7 @@ class Graphs:
         self._dispatcher = dispatcher
         self._options = options
         self._refused: dict[Hashable, str] = {}
+        self._refused_whole: dict[Hashable, str] = {}  # for `unseen`
 
     @property
     def target(self) -> GraphTarget:
@@ -362,6 +372,42 @@ class Graphs:
                 return self._compiling(function, args, kwargs, options)
         return run_segment(self._dispatcher, function, args, kwargs, options)
 
+    def unseen(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        take: Callable[[GraphCall, KnownSegment], Any],
+    ) -> Any:
+        """Lets `take` have a call in the place of running it, if its program is known.
+
+        The first calls of a kind, and one in `CHECKED_CALLS`, run here and are recorded, as Rules 5 and 6 say.
+        Checkpoints inside the function belong to the call.
+
+        Args:
+            function: The function to call.
+            args: Positional arguments for the function.
+            kwargs: Keyword arguments for the function.
+            take: Gets the call of the graph. It returns what the function gets in the place of the graph's results.
+
+        Raises:
+            Refusal: The call cannot be taken and has not run, for this reason.
+        """
+        key = key_of(function)
+        if reason := self._refused_whole.get(key) or _why_not_now():
+            raise Refusal(reason)
+        options = replace(self._options, graphs="eager", compares_outputs=False)
+        target = GraphTarget(self._dispatcher, options, name_of(function), compiles_itself=True, take=take)
+        inlining.active = True
+        try:
+            return self._in_graph(("whole", key), compile_whole, function, args, kwargs, target)
+        except _NotCapturedError as error:
+            if error.is_final:
+                self._refused_whole[key] = error.reason
+            raise Refusal(error.reason) from None
+        finally:
+            inlining.active = False
+
     def _compiled(self, name: str, call: Callable[[], Any], target: GraphTarget) -> Any:
         """Runs a function that is compiled with our backend."""
         with _Running(target), target.compiling:
@@ -374,24 +420,40 @@ class Graphs:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
         """Compiles a function, or runs what was compiled of it before. Records a call that cannot be captured whole."""
+        key, target = key_of(function), GraphTarget(self._dispatcher, options, name_of(function), compiles_itself=True)
+        try:
+            return self._in_graph(key, compile_here, function, args, kwargs, target)
+        except _NotCapturedError as error:
+            reason = error.reason
+            if error.is_final:
+                self._refused[key] = reason
+        return run_segment(self._dispatcher, function, args, kwargs, options, _noting(reason))
+
+    def _in_graph(
+        self,
+        key: Hashable,
+        backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: GraphTarget,
+    ) -> Any:
+        """Compiles a function, or runs what was compiled of it before. Raises _NotCapturedError before it has run."""
         keep_own_code_out()
-        key, name = key_of(function), name_of(function)
-        target = GraphTarget(self._dispatcher, options, name, compiles_itself=True)
         try:
             with _Running(target), target.compiling:
-                return in_one_graph(key, compile_here)(function, args, kwargs)
+                return in_one_graph(key, backend)(function, args, kwargs)
         except _FunctionNeededError as not_known:
             learn = not_known.learn
         except OtherOpsError:
             learn = _noting(OTHER_OPS)
+        except Refusal:
+            raise
         except Exception as error:  # torch.compile raises what it finds in the function, and errors of its own
             if target.graph_count:
                 raise
-            reason, is_final = why_not_captured(error)
-            learn = _noting(reason)
-            if is_final:
-                self._refused[key] = reason
-        return run_segment(self._dispatcher, function, args, kwargs, options, learn)
+            raise _NotCapturedError(*why_not_captured(error)) from None
+        return run_segment(self._dispatcher, function, args, kwargs, target.options, learn)
 
 
 def _why_not_now() -> str:
@@ -424,5 +486,25 @@ def compile_here(module: fx.GraphModule, examples: list[Any]) -> Callable[..., A
     return compile_graph(module, examples, lambda: None)
 
 
+def compile_whole(module: fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+    """The backend of functions whose calls `Graphs.unseen` gives away."""
+    if effect := side_effect_of_compiled():
+        raise _UnsuitedError(f"it changes {effect}, which a call that runs elsewhere cannot do")
+    return compile_here(module, examples)
+
+
 class _UnsuitedError(Exception):
     """A graph that Backhaul does not run in the place of its function."""
+
+
+class _NotCapturedError(Exception):
+    """A call that has not run, because it cannot be captured.
+
+    Args:
+        reason: Why not, in a sentence.
+        is_final: Whether other calls of the function would fail as well.
+    """
+
+    def __init__(self, reason: str, is_final: bool) -> None:
+        super().__init__(reason)
+        self.reason, self.is_final = reason, is_final

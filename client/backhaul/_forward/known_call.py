@@ -39,6 +39,7 @@ class BegunKnownCall:
         segment: What is known of calls of its kind.
         options: The options that the call has.
         log: Counts what happens to the call.
+        whole: For a whole micro-batch, as in `PendingCall`.
 
     Attributes:
         call: The call, with its recording.
@@ -46,7 +47,13 @@ class BegunKnownCall:
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, graph_call: GraphCall, segment: KnownSegment, options: Options, log: CallLog
+        self,
+        dispatcher: Dispatcher,
+        graph_call: GraphCall,
+        segment: KnownSegment,
+        options: Options,
+        log: CallLog,
+        whole: tuple[int, int] | None = None,
     ) -> None:
         known, inputs = segment.known, graph_call.inputs
         self._inputs = inputs
@@ -76,6 +83,7 @@ class BegunKnownCall:
         self._edges = [edge_of(t) if t.requires_grad and source.is_copy else None for t, source in taken]
         self._predecessors = predecessors_of(self._edges, segment.uses.of_frame)
         self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
+        self._pending.whole = whole
         uses = segment.uses.of_frame
         recorded = RecordedSegment(
             self.call, known.program, segment.need_bytes, self._sources, uses, self._predecessors
@@ -111,6 +119,25 @@ class BegunKnownCall:
         self.table.end_call()
         for position, tensor in enumerate(self._known.end(), len(self.call.recording.saved)):
             self.table.hold(position).kept = _keep(tensor)
+
+    def without_forward(self) -> Frame:
+        """Returns the frame of a call that only the worker runs.
+
+        Raises:
+            Refusal: No worker has taken it, or one that computes other bits.
+        """
+        call = self.call
+        self._has_ended = True
+        self.table.end_call()
+        if self._remote is None or not self._remote.is_exact:
+            raise Refusal(self._local_reason or "its worker computes other bits")
+        call.recording.is_unseen = True
+        lineage = lineage_of(self._dispatcher, call, self._program)
+        note_sources(lineage, call, self._sources, self._edges, is_remote=True)
+        frame = self._frame(lineage=lineage, uses=self._segment.uses.of_frame)
+        call.log.taken("")
+        lineage.release()
+        return frame
 
     def keep(self, returned: Sequence[Any], forward: Duration) -> tuple[Frame, Any]:
         """Grafts the segment. Returns its frame, and what the caller gets.

@@ -38,6 +38,9 @@ class SegmentLog:
     _blocked: Counter[str] = field(default_factory=Counter)
     _known: int = 0
     _recorded: Counter[str] = field(default_factory=Counter)
+    _whole: int = 0
+    _losses_read: int = 0
+    _not_whole: Counter[str] = field(default_factory=Counter)
     _rechecked: int = 0
     _not_rechecked: Counter[str] = field(default_factory=Counter)
     _programs: set[bytes] = field(default_factory=set)
@@ -70,6 +73,25 @@ class SegmentLog:
         with self._lock:
             self._up_bytes += up_bytes
             self._down_bytes += down_bytes
+
+    def whole(self) -> None:
+        """Counts a micro-batch that a worker gets whole."""
+        with self._lock:
+            self._whole += 1
+
+    def loss_read(self) -> None:
+        """Counts a loss that was read before its block ended, so that the trainer waited for a worker."""
+        with self._lock:
+            self._losses_read += 1
+
+    def not_whole(self, reason: str) -> None:
+        """Notes why no worker gets a micro-batch whole. Logs each reason once."""
+        with self._lock:
+            self._not_whole[reason] += 1
+            first = self._not_whole[reason] == 1
+        if first:
+            text = "Micro-batches of %s run on the trainer: %s"
+            logger.info(text, self.name, reason, extra=about(self.session, self.name, None))
 
     def rechecked(self) -> None:
         """Counts gradients that were computed twice, with equal results."""
@@ -192,6 +214,9 @@ class SegmentLog:
                 dict(Counter(compilation.guard for compilation in self._compilations if compilation.guard)),
                 self._rechecked,
                 dict(self._not_rechecked),
+                self._whole,
+                self._losses_read,
+                dict(self._not_whole),
             )
 
 

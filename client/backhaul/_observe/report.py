@@ -66,6 +66,9 @@ class SegmentReport:
         recompiled: The guards that no longer held when it captured another graph, with counts.
         rechecked: Number of gradients from workers that the trainer has computed as well, and found equal.
         not_rechecked: Why gradients that were drawn for that could not be computed a second time, with counts.
+        whole: Number of micro-batches that workers got whole, see `AccumulationBlock.run`.
+        losses_read: Number of their losses that were read before the block ended, which waits for a worker.
+        not_whole: Why the trainer computed micro-batches itself that workers should have got whole, with counts.
     """
 
     name: str
@@ -89,6 +92,9 @@ class SegmentReport:
     recompiled: dict[str, int] = field(default_factory=dict)
     rechecked: int = 0
     not_rechecked: dict[str, int] = field(default_factory=dict)
+    whole: int = 0
+    losses_read: int = 0
+    not_whole: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,18 +300,7 @@ class Report:
                 f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
                 f"{segment.up_bytes / 1e6:>8.1f} MB{segment.down_bytes / 1e6:>8.1f} MB"
             )
-            if segment.drift:
-                lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
-            if segment.known:
-                lines.append(f"  {segment.known} not recorded: their programs were known")
-            if segment.rechecked:
-                lines.append(f"  {segment.rechecked} rechecked: the trainer has computed the same gradients")
-            if segment.compilations:
-                times = "once" if segment.compilations == 1 else f"{segment.compilations} times"
-                lines.append(
-                    f"  torch.compile has compiled it {times} in {segment.compile_s:.1f} s; workers "
-                    f"got {segment.programs} different {'program' if segment.programs == 1 else 'programs'}"
-                )
+            lines += _notes(segment)
             for where, reasons in (
                 ("on the trainer", segment.reasons),
                 ("kept on the trainer", segment.kept),
@@ -314,6 +309,7 @@ class Report:
                 ("recorded", segment.recorded),
                 ("compiled again", segment.recompiled),
                 ("not rechecked", segment.not_rechecked),
+                ("not given away whole", segment.not_whole),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         if self.spared_bytes:
@@ -330,3 +326,25 @@ class Report:
         elif self.remote:
             lines.append("values of workers have the bits of those of forward, wherever they were compared")
         return "\n".join(lines)
+
+
+def _notes(segment: SegmentReport) -> list[str]:
+    """Returns what is to be said of a segment beside its row, apart from reasons."""
+    lines = []
+    if segment.drift:
+        lines.append(f"  drift {segment.drift:.1e}: a worker computes other bits, compared within tolerances")
+    if segment.known:
+        lines.append(f"  {segment.known} not recorded: their programs were known")
+    if segment.whole:
+        lines.append(f"  {segment.whole} whole micro-batches: workers have run forward and backward")
+    if segment.losses_read:
+        lines.append(f"  {segment.losses_read} of their losses were read inside the block: that waits")
+    if segment.rechecked:
+        lines.append(f"  {segment.rechecked} rechecked: the trainer has computed the same gradients")
+    if segment.compilations:
+        times = "once" if segment.compilations == 1 else f"{segment.compilations} times"
+        lines.append(
+            f"  torch.compile has compiled it {times} in {segment.compile_s:.1f} s; workers "
+            f"got {segment.programs} different {'program' if segment.programs == 1 else 'programs'}"
+        )
+    return lines

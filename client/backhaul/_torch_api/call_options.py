@@ -14,7 +14,7 @@ from backhaul._config import CHECKS, DURABILITIES, GRAPHS, RETURNS, Config, Dura
 
 DETERMINISM_CHECKS = ("default", "none", *CHECKS)
 """Torch has the first two of these, which here stand for the check of the session."""
-_TORCHS_OF_ANY_VERSION = frozenset(
+TORCHS = frozenset(
     {
         "use_reentrant",
         "preserve_rng_state",
@@ -25,7 +25,7 @@ _TORCHS_OF_ANY_VERSION = frozenset(
         "respect_saved_tensors_hooks",
     }
 )
-NAMES = _TORCHS_OF_ANY_VERSION | {"returns", "strict", "durability", "graphs"}
+NAMES = TORCHS | {"returns", "strict", "durability", "graphs"}
 """Keyword arguments that are options of `Session.checkpoint`. All others are passed to the function."""
 
 
@@ -33,7 +33,7 @@ def names_of_torch() -> frozenset[str]:
     """Returns the keyword arguments that the installed torch's checkpoint does not pass to the function."""
     new = "respect_saved_tensors_hooks"  # since torch 2.14
     has_new = new in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
-    return _TORCHS_OF_ANY_VERSION if has_new else _TORCHS_OF_ANY_VERSION - {new}
+    return TORCHS if has_new else TORCHS - {new}
 
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

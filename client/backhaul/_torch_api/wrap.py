@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import nn
 
 from backhaul._torch_api.fsdp import is_sharded
+from backhaul._torch_api.inlining import is_inlined
 from backhaul._torch_api.layer_groups import LayerGroup, run_layer
 from backhaul_runtime.errors import SettingError
 from backhaul_runtime.torch_internals.checkpoint_wrapper import CheckpointWrapper, inside_of
@@ -34,6 +35,8 @@ class SegmentModule(CheckpointWrapper):
 
         All arguments are passed to the module, whatever their names.
         """
+        if is_inlined():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
         group = self.__dict__.get("_group")
         if group is None:
             return run_layer(self.checkpoint_fn, inside_of(self), args, kwargs)

@@ -14,7 +14,7 @@ from backhaul._backward.recheck import Rechecks
 from backhaul._backward.remote_side import RemoteAnswer, StoredGradient
 from backhaul._backward.value_check import Recomputed
 from backhaul._observe.call_log import CallLog
-from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views
+from backhaul._worker_client.answers.answer_checks import check_saved, contributions_in, saved_views, wanted_outputs
 from backhaul._worker_client.answers.answer_stream import AnswerStream, Messages, PushedAnswer
 from backhaul._worker_client.connection.connection import Connection
 from backhaul._worker_client.connection.deadlines import SLICE_S, Expected
@@ -183,6 +183,7 @@ class SavedSegment:
         may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
+        outputs: Sequence[Layout] = (),
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:
@@ -207,6 +208,8 @@ class SavedSegment:
             ambient_state=encode_state(state),
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
+            wanted_outputs=range(len(outputs)),
+            wants_addresses=bool(outputs),
         )
         answer_bytes = sum(
             layout.gradient_bytes for source, layout in due if source not in may_stay and source not in unsent
@@ -249,7 +252,8 @@ class SavedSegment:
                 self._uploader.uncollected.commit(self.worker_session, key, parameters, round_number)
             return sources
 
-        return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s)
+        values, named_there = wanted_outputs(result.outputs, outputs), [one.tensor for one in result.contributions]
+        return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s, values, named_there)
 
     def _ask(self, request: segment_pb2.Request, gradients: Sequence[OutgoingTensor], answer_bytes: int) -> Answer:
         """Returns the answer to a backward, which the worker may have pushed already."""

@@ -32,13 +32,22 @@ PLAN = Plan(most=8, warm=2, limit_s=100.0)  # the trainer's share follows the sp
 BOUNDARY_BYTES = 4 * MICRO_BATCH[0] * MICRO_BATCH[1] * WIDTH
 
 
-def _training(
+def training(
     name: str,
     checkpoint: Checkpoint | None,
     accumulate: Callable[[], AbstractContextManager[Any]] | None = None,
     micro_batches: int = MICRO_BATCHES,
     **options: Any,
 ) -> BlockTraining:
+    """Returns a training with steps of several micro-batches.
+
+    Args:
+        name: Name of the training in messages.
+        checkpoint: Function that runs a segment. None: without checkpointing.
+        accumulate: Opens an accumulation block. None: each backward blocks.
+        micro_batches: Number of micro-batches in a step.
+        **options: Further arguments of `BlockTraining`.
+    """
     options |= {"rows": micro_batches, "micro_batches": micro_batches, "accumulate": accumulate}
     return BlockTraining(name, BLOCKS, MICRO_BATCH, checkpoint, **options)
 
@@ -47,9 +56,9 @@ def measure(stage: Stage) -> list[Outcome]:
     """Measures the figures defer_equal, defer_equal_graphs, defer_vs_none and defer_keep_vs_none."""
     session = stage.session(returns="gradients")
     keeping = stage.session(session.workers, returns="gradients")  # each session measures what its own share takes
-    kept = _training("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
+    kept = training("kept", keeping.checkpoint, partial(keeping.accumulate, "keep"))
     trainings, graphs = _three(stage, session)
-    rounds = take_turns([_training("none", None), *trainings, kept], stage.cores, PLAN, leads_in=False)
+    rounds = take_turns([training("none", None), *trainings, kept], stage.cores, PLAN, leads_in=False)
     note = on_trainer(session.report().fallbacks + keeping.report().fallbacks)
     return [
         of_rounds("defer_equal", rounds, ratio_of("deferred", "torch"), note),
@@ -118,20 +127,20 @@ def measure_lost(stage: Stage) -> list[Outcome]:
 def measure_wire(stage: Stage) -> list[Outcome]:
     """Measures the figure defer_wire, the bytes of a micro-batch with derived boundaries, without sums and weights."""
     session = stage.session(stage.tcp_worker(), returns="gradients", settings=Settings(boundaries="derive", **OVER_TCP))
-    training = _training("deferred", session.checkpoint, session.accumulate)
-    training.forward_backward()  # sends programs and weights, which do not change afterwards
+    deferred = training("deferred", session.checkpoint, session.accumulate)
+    deferred.forward_backward()  # sends programs and weights, which do not change afterwards
     values = []
     for _ in range(PLAN.most):
-        training.clear_gradients()
+        deferred.clear_gradients()
         share = session._shares["recompute"].trainers_share()
         assert share is not None  # a block was measured
         before = session.report()
-        training.forward_backward()
+        deferred.forward_backward()
         after = session.report()
         assert after.block is not None
         last = after.block.trainer.segments - share * MICRO_BATCHES
         micro_batches = MICRO_BATCHES - (last == BLOCKS - share)  # without the last one if the trainer has computed it
-        sum_bytes = (BLOCKS - share) * sum(parameter.nbytes for parameter in training.parameters) // BLOCKS
+        sum_bytes = (BLOCKS - share) * sum(parameter.nbytes for parameter in deferred.parameters) // BLOCKS
         moved = after.up_bytes + after.down_bytes - before.up_bytes - before.down_bytes - sum_bytes
         values.append(moved / micro_batches / (3 * BOUNDARY_BYTES))
     return [of_counts("defer_wire", values, on_trainer(session.report().fallbacks))]
@@ -140,12 +149,12 @@ def measure_wire(stage: Stage) -> list[Outcome]:
 def _pair(session: "Session", **options: Any) -> list[BlockTraining]:
     """Returns a training with torch's checkpoint and one in accumulation blocks."""
     return [
-        _training("torch", checkpoint_of_torch, **options),
-        _training("deferred", session.checkpoint, session.accumulate, **options),
+        training("torch", checkpoint_of_torch, **options),
+        training("deferred", session.checkpoint, session.accumulate, **options),
     ]
 
 
 def _three(stage: Stage, session: "Session", **options: Any) -> tuple[list[BlockTraining], "Session"]:
     """Returns the trainings of `_pair`, and one with graphs="eager" on the same worker, with its session."""
     graphs = stage.session(session.workers, returns="gradients", graphs="eager")
-    return [*_pair(session, **options), _training("graphs", graphs.checkpoint, graphs.accumulate, **options)], graphs
+    return [*_pair(session, **options), training("graphs", graphs.checkpoint, graphs.accumulate, **options)], graphs

@@ -67,6 +67,7 @@ class Training:
         rows: Rows of data in a step.
         micro_batches: Number of micro-batches in a step, a divisor of `rows`.
         accumulate: Opens an accumulation block for the micro-batches of a step. None: each backward blocks.
+        is_whole: Whether the block runs whole micro-batches.
         seed: Seed of data and dropout.
         inputs: Leaf tensors besides the parameters that get gradients, but no updates.
 
@@ -86,11 +87,12 @@ class Training:
         rows: int = 1,
         micro_batches: int = 1,
         accumulate: Callable[[], AbstractContextManager[Any]] | None = None,
+        is_whole: bool = False,
         seed: int = 0,
         inputs: Sequence[Tensor] = (),
     ) -> None:
         self.name, self.model = name, model
-        self._checkpoint, self._accumulate = checkpoint, accumulate
+        self._checkpoint, self._accumulate, self._is_whole = checkpoint, accumulate, is_whole
         self._seed, self._rows, self._micro_batches = seed, rows // micro_batches, micro_batches
         layers = list(model.layers)
         self._segments = [
@@ -124,6 +126,9 @@ class Training:
         """Runs a step without the optimizer. Gradients accumulate."""
         self._steps += 1
         self.losses = []
+        if self._is_whole:
+            self._run_whole()
+            return
         with self._backwards() as backward:
             for number in range(self._micro_batches):
                 loss = self.forward(self._seed + _DRAWS * self._steps + number)
@@ -141,9 +146,24 @@ class Training:
         """Runs forward of a micro-batch and returns the loss, a scalar."""
         torch.manual_seed(seed)  # All trainings draw the same dropout.
         x, target = self.model.begin(self._rows, seed)
+        return self.model.loss(self._through(x), target)
+
+    def _run_whole(self) -> None:
+        assert self._accumulate is not None
+        with self._accumulate() as block:
+            for number in range(self._micro_batches):
+                torch.manual_seed(self._seed + _DRAWS * self._steps + number)
+                self.happens(number)
+                self.losses.append(block.run(self._scaled_loss))
+
+    def _scaled_loss(self) -> Tensor:
+        x, target = self.model.begin(self._rows, self._seed)
+        return self.model.loss(self._through(x), target) / self._micro_batches
+
+    def _through(self, x: Tensor) -> Tensor:
         for segment in self._segments:
             x = segment(x) if self._checkpoint is None else self._checkpoint(segment, x)
-        return self.model.loss(x, target)
+        return x
 
     @contextmanager
     def _backwards(self) -> Iterator[Callable[[Tensor], None]]:

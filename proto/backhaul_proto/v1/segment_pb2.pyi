@@ -492,8 +492,12 @@ class Start(_message.Message):
     AMBIENT_STATE_FIELD_NUMBER: _builtins.int
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
+    WANTED_OUTPUTS_FIELD_NUMBER: _builtins.int
+    WANTS_ADDRESSES_FIELD_NUMBER: _builtins.int
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
+    wants_addresses: _builtins.bool
+    """Name each contribution by its address, also one that stays here: so a trainer can recheck it later."""
     @_builtins.property
     def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputGradient]:
         """By output."""
@@ -506,6 +510,10 @@ class Start(_message.Message):
     def summed_sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Sources whose contributions are wanted as one: their sum in order is the first, the others are unset."""
 
+    @_builtins.property
+    def wanted_outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions of short outputs whose contents are wanted, for a trainer that has not run forward."""
+
     def __init__(
         self,
         *,
@@ -513,10 +521,12 @@ class Start(_message.Message):
         ambient_state: _program_pb2.AmbientState | None = ...,
         wants_digests: _builtins.bool = ...,
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
+        wanted_outputs: _abc.Iterable[_builtins.int] | None = ...,
+        wants_addresses: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "gradients", b"gradients", "summed_sources", b"summed_sources", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "gradients", b"gradients", "summed_sources", b"summed_sources", "wanted_outputs", b"wanted_outputs", "wants_addresses", b"wants_addresses", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,6 +732,7 @@ class BackwardResult(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     CHAINED_GRADIENTS_FIELD_NUMBER: _builtins.int
     GOES_ON_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """16 bytes each, in order: of what autograd saved in the replay, or of what the program returned, see SaveRequest."""
@@ -748,6 +759,10 @@ class BackwardResult(_message.Message):
     def goes_on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Segments whose results are pushed next, if nothing comes between."""
 
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """The bytes of the wanted outputs, in the order in which they were named."""
+
     def __init__(
         self,
         *,
@@ -758,10 +773,11 @@ class BackwardResult(_message.Message):
         timing: Global___Timing | None = ...,
         chained_gradients: _abc.Iterable[Global___SourceGradient] | None = ...,
         goes_on: _abc.Iterable[_builtins.int] | None = ...,
+        outputs: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "digests", b"digests", "goes_on", b"goes_on", "saved_projections", b"saved_projections", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chained_gradients", b"chained_gradients", "contributions", b"contributions", "digests", b"digests", "goes_on", b"goes_on", "outputs", b"outputs", "saved_projections", b"saved_projections", "tensor_digests", b"tensor_digests", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -801,9 +817,12 @@ class Contribution(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     UNCOLLECTED_FIELD_NUMBER: _builtins.int
+    TENSOR_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     uncollected: _builtins.bool
     """It stays here, and counts once the backward is committed."""
+    tensor: _builtins.bytes
+    """Its address, if that was asked for."""
     @_builtins.property
     def view(self) -> Global___View: ...
     def __init__(
@@ -812,10 +831,11 @@ class Contribution(_message.Message):
         source: _builtins.int = ...,
         view: Global___View | None = ...,
         uncollected: _builtins.bool = ...,
+        tensor: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "uncollected", b"uncollected", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "tensor", b"tensor", "uncollected", b"uncollected", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

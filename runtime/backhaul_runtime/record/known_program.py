@@ -80,7 +80,7 @@ class KnownSave(NamedTuple):
         return cls(layout.shape, layout.strides, layout.dtype, known, start_bytes, whole_source, node)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class KnownProgram:
     """What calls of one kind have in common.
 

@@ -119,6 +119,7 @@ class Recording:
         saved: The tensors that autograd saved, in order. Whoever makes the recording adds them.
         returned: The outputs of the program, once the call has ended, if only these are compared with a recomputation.
             None if the saved tensors are.
+        is_unseen: Whether the call has not run on the trainer, so that there is nothing to compare.
         generator_states: The generator state before each node that draws.
         continuing: Positions of those states that are the state which the draw before has left.
         has_recorded_choices: Whether draws and decisions are sources, and saved tensors have random projections.
@@ -133,6 +134,7 @@ class Recording:
     sources: list[RecordedSource] = field(default_factory=list)
     saved: Sequence[SavedTensor] = ()
     returned: list[SavedTensor] | None = None
+    is_unseen: bool = False
     generator_states: list[bytes] = field(default_factory=list)
     continuing: set[int] = field(default_factory=set)
     has_recorded_choices: bool = False

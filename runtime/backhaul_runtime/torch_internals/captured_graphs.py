@@ -30,6 +30,23 @@ def name_of_compiled() -> str:
     return str(getattr(code, "co_qualname", code.co_name)).replace("<locals>.", "")
 
 
+def side_effect_of_compiled() -> str:
+    """Returns what the call that is being compiled changes beside its results; empty if that is nothing.
+
+    torch.compile does such things after the graph has run: it sets attributes and items, and registers hooks.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+    effects = InstructionTranslator.current_tx().output.side_effects
+    if effects.tensor_hooks or effects.save_for_backward:
+        return "the hooks of a tensor, or what a custom function saves"
+    existing = AttributeMutationExisting, ValueMutationExisting  # not what the call has made itself
+    changed = [one for one in effects._get_modified_vars() if isinstance(one.mutation_type, existing)]
+    names = [getattr(one.source, "name", "") for one in changed[:3]]
+    return " and ".join(str(name() if callable(name) else name) for name in names)
+
+
 class TorchCompilation(NamedTuple):
     """What torch.compile did for a graph.
 

@@ -6,12 +6,13 @@ A checksum proves that an answer arrived as it was sent. It does not prove that 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from backhaul_proto.v1 import segment_pb2
 from backhaul_runtime.errors import TransferError
 from backhaul_runtime.replay.replay import Contribution
-from backhaul_runtime.tensors.layout import Layout, layout_of
+from backhaul_runtime.tensors.layout import Layout, from_payload, layout_of
 from backhaul_runtime.wire.bundle import View, decode_view, unbundle
 
 
@@ -91,6 +92,20 @@ def _unbundled(tensors: Sequence[Tensor], views: Sequence[View]) -> Mapping[int,
     if unnamed:
         raise TransferError(f"tensors {sorted(unnamed)} of {len(tensors)} of the answer are not used by any view")
     return unbundle(tensors, views)
+
+
+def wanted_outputs(contents: Sequence[bytes], layouts: Sequence[Layout]) -> list[Tensor]:
+    """Returns the values of outputs from their bytes in memory order, one for each layout.
+
+    Raises:
+        TransferError: The answer does not fit the request.
+    """
+    if [*map(len, contents)] != [layout.payload_bytes for layout in layouts]:
+        raise TransferError(f"the answer has outputs of {[*map(len, contents)]} bytes, which are not those of forward")
+    return [
+        from_payload(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(layout.device), layout)
+        for part, layout in zip(contents, layouts, strict=True)
+    ]
 
 
 def saved_views(views: Iterable[segment_pb2.View], wanted: Collection[int]) -> dict[int, View]:

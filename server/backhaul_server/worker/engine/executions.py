@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from backhaul_runtime.errors import ReplayError, SegmentUnknownError
+from backhaul_runtime.errors import ProgramError, ReplayError, SegmentUnknownError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Replay, sums_of, with_sums
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
 from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
 from backhaul_runtime.tensors.durations import Duration, wait_s
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.layout import host_bytes, layout_of, payload
 from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.storages import storage_key
@@ -25,6 +25,9 @@ from backhaul_server.worker.engine.bounds import Bounds
 
 RESULT_BYTES = 4 << 10
 """Bytes of a result and its request without their lists."""
+
+SHORT_OUTPUT_BYTES = 1 << 10
+"""The most bytes of an output that a result has beside its tensors: a loss is one number."""
 
 PART_BYTES, NUMBER_BYTES = 512, 64
 """Bytes of each item in a list of a result, and of each number of a projection."""
@@ -190,12 +193,16 @@ class BackwardInputs:
         state: Ambient settings under which the trainer's backward runs.
         wants_digests: Whether the result has digests of the returned tensors.
         summed: Sources for which the trainer wants the sum of the contributions instead of each.
+        outputs: Positions of outputs whose bytes the result has.
+        wants_addresses: Whether the result has the address of each contribution.
     """
 
     addresses: tuple[tuple[int, bytes], ...]
     state: ambient_state.State
     wants_digests: bool = False
     summed: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    wants_addresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +217,8 @@ class ExecutionResult:
         saved_projections: Random projections of the saved tensors; empty unless the trainer wanted them.
         chained: By source, the gradients of sources that are outputs of earlier segments.
         uncollected: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
+        outputs: The bytes of the outputs that the trainer wanted, in its order.
+        addresses: The address of each contribution, empty for none; no addresses unless the trainer wanted them.
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: Seconds that the replay took.
         backward_at_s: When the backward began, in seconds since 1970; 0 for a recompute.
@@ -223,6 +232,8 @@ class ExecutionResult:
     saved_projections: Sequence[tuple[float, ...]] = ()
     chained: Mapping[int, OutgoingTensor] = field(default_factory=dict)
     uncollected: Set[int] = frozenset()
+    outputs: tuple[bytes, ...] = ()
+    addresses: tuple[bytes, ...] = ()
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
@@ -291,6 +302,7 @@ def backward(
         contributions = ready.replay.backward(gradients)
         sums = sums_of(contributions, {*start.summed, *chained})
     contributions = with_sums(contributions, {source: sums[source] for source in start.summed if source in sums})
+    named = contributions if start.wants_addresses else []
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
@@ -301,12 +313,21 @@ def backward(
         tensor_digests=tuple(address_of(outgoing.tensor) for outgoing in sent.tensors) if start.wants_digests else (),
         saved_projections=ready.replay.saved_projections,
         chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
+        outputs=tuple(_bytes_of(ready.replay.output(position)) for position in start.outputs),
+        addresses=tuple(b"" if c.gradient is None else address_of(c.gradient) for c in named),
         recompute_at_s=ready.began_at_s,
         recompute_s=wait_s(ready.took),
     )
     took_s = wait_s(stopwatch.stop())  # the device has done the work already, as its digests were read
     # An accelerator begins a backward when the replay that was queued before it is done.
     return replace(result, backward_at_s=max(began_at_s, ready.began_at_s + result.recompute_s), backward_s=took_s)
+
+
+def _bytes_of(output: Tensor) -> bytes:
+    """Returns the elements of a short output in memory order. Raises ProgramError for a longer one."""
+    if output.nbytes > SHORT_OUTPUT_BYTES:
+        raise ProgramError(f"an output of {output.nbytes} bytes was asked for, more than {SHORT_OUTPUT_BYTES}")
+    return bytes(host_bytes(payload(output, layout_of(output)).cpu()))
 
 
 def _named(outgoing: OutgoingTensor) -> OutgoingTensor:

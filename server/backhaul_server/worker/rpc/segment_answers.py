@@ -106,6 +106,8 @@ def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contributi
     ]
     for view in result.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
+    for contribution, address in zip(contributions, result.addresses, strict=False):  # none unless they were wanted
+        contribution.tensor = address
     return contributions
 
 
@@ -121,6 +123,7 @@ def _backward_result(segment: Segment, result: ExecutionResult, requested_at_s: 
             for source, outgoing in result.chained.items()
         ],
         goes_on=segment.pushed_next(),
+        outputs=result.outputs,
     )
 
 
@@ -130,6 +133,8 @@ def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
         ambient_state=encode_state(inputs.state),
         wants_digests=inputs.wants_digests,
         summed_sources=inputs.summed,
+        wanted_outputs=inputs.outputs,
+        wants_addresses=inputs.wants_addresses,
     )
 
 

@@ -42,6 +42,9 @@ from backhaul_server.worker.rpc.segment_answers import (
 )
 from backhaul_server.worker.rpc.uploads import TensorUpload
 
+MOST_OUTPUTS = 16
+"""The most outputs whose contents a request may want."""
+
 MANY_PARTS = 2_048
 """A result with more digests, views and gradients is encoded by a thread beside the event loop, and is not pushed."""
 
@@ -254,6 +257,8 @@ class SegmentServicer(Servicer):
             decode_state(request.start.ambient_state),
             request.start.wants_digests,
             tuple(request.start.summed_sources),
+            _outputs(request.start.wanted_outputs, segment),
+            request.start.wants_addresses,
         )
         slots = {slot.source: slot.slot for slot in request.slots}
         if max(slots, default=-1) >= len(segment.inputs.sources):
@@ -364,6 +369,14 @@ class SegmentServicer(Servicer):
         while not (await asyncio.wait([computing], timeout=PROGRESS_INTERVAL_S))[0]:
             yield
         computing.result()
+
+
+def _outputs(wanted: Sequence[int], segment: Segment) -> tuple[int, ...]:
+    """Returns the positions of the outputs whose contents are wanted. Raises ProgramError for others, or for many."""
+    assert segment.inputs is not None
+    if len(wanted) > MOST_OUTPUTS or max(wanted, default=-1) >= len(segment.inputs.program.outputs):
+        raise ProgramError(f"{len(wanted)} outputs are wanted, up to output {max(wanted)} of {segment.name}")
+    return tuple(wanted)
 
 
 async def _encoded(result: ExecutionResult, answer: Callable[[], bytes]) -> bytes:
