@@ -41,6 +41,13 @@ def drag(page: Page, selector: str, start: float, end: float) -> None:
     page.mouse.up()
 
 
+def test_a_link_to_a_section_arrives_there(trained: Training, open_page: OpenPage) -> None:
+    page = open_page(f"{trained.dashboard.url}#runs")
+    expect(page.locator("#runs-table tbody tr").first).to_be_visible()
+    page.wait_for_load_state("networkidle")
+    wait_until(lambda: 0 <= box_of(page.locator("#runs"))["y"] < 200, "the section stays in view")
+
+
 def test_each_choice_is_in_the_address_and_the_address_brings_it_back(
     page: Page, trained: Training, open_page: OpenPage
 ) -> None:
@@ -189,6 +196,7 @@ def test_a_drag_over_a_chart_zooms_all_of_them(page: Page) -> None:
 
 def test_a_finger_drags_as_a_mouse_does(trained: Training, open_page: OpenPage) -> None:
     page = open_page(trained.dashboard.url, has_touch=True)
+    expect(page.locator("#memory-held .legend b").first).to_have_text(re.compile("B$"))  # drawn with its numbers
     chart = page.locator("#memory-held .u-over")
     chart.scroll_into_view_if_needed()
     box = box_of(chart)

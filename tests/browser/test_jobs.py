@@ -59,11 +59,23 @@ def test_a_run_is_called_by_its_name_and_judged_in_a_sentence(page: Page, jobs: 
     expect(page.locator("#verdict-about")).to_contain_text(f"{run[:8]} · pretrain-0:4711")
 
     def verdict() -> str:
-        sentence: str = jobs.dashboard.api(f"runs/{run}")["verdict"]["sentence"]
-        return f"{sentence}."
+        judged = jobs.dashboard.api(f"runs/{run}")["verdict"]
+        return f"{judged['sentence']}. {judged['values']}."
 
     wait_until(lambda: page.locator("#verdict-text").inner_text() == verdict(), "page and API agree")
     expect(page.locator("#verdict")).to_have_attribute("data-level", "good")
+
+
+def test_each_other_job_that_runs_has_a_line(page: Page, jobs: Crowd) -> None:
+    shown = page.locator("#verdict-run").inner_text()
+    lines = page.locator("#verdict-others li")
+    expect(lines).to_have_count(2)  # of the pretraining and two jobs of several ranks, one is shown
+    assert not [line for line in lines.all_inner_texts() if line.startswith(shown)]
+    expect(lines.first).to_contain_text("less memory than without checkpointing")
+    other = lines.first.locator("button").get_attribute("data-value")
+    lines.first.locator("button").click()
+    expect(page).to_have_url(re.compile(f"run={other}"))
+    expect(lines).to_have_count(0)
 
 
 def test_runs_are_found_by_name_and_tag(page: Page, jobs: Crowd) -> None:

@@ -11,9 +11,10 @@ from urllib.parse import urlencode
 import pytest
 from playwright.sync_api import Page, Position, expect
 
+from backhaul_server.dashboard.collect.verdict import NOISE
 from conftest import wait_until
 from support.pages import OpenPage, Training, box_of
-from support.shown import MINUS, NONE, in_bytes, in_ms, in_percent, three_digits
+from support.shown import NONE, in_bytes, in_ms, in_percent, three_digits
 
 pytestmark = pytest.mark.browser
 
@@ -81,15 +82,16 @@ def test_the_headline(page: Page, trained: Training) -> None:
         else:
             parts = [overview[f"{part}_ms_per_step"] for part in ("wait", "overhead", "spared")]
             wait, own, spared = map(three_digits, parts)
-            sign = "+" if added > 0 else ""
-            cost = f"{sign}{three_digits(added)} ms wait {wait} + overhead {own} {MINUS} spared {spared} ms"
+            longer = f"{three_digits(abs(added))} ms {'longer' if added > 0 else 'shorter'}"
+            figure = "equal" if abs(added) <= NOISE * parts[2] else longer
+            cost = f"{figure} wait {wait} and overhead {own} ms for {spared} ms of recomputing here"
         gone = overview["remote_share"] is None  # no step has ended for five minutes
         return [
             f"Workers healthy {overview['healthy_workers']} of {overview['workers']} all healthy",
             f"Trainers connected {overview['sessions']} {trained.dashboard.api('sessions')['total']} sessions",
             f"Steps per second {three_digits(overview['steps_per_s'])} /s all runs, last 30 s",
             f"Memory saved {in_bytes(overview['saved_bytes'])} {in_bytes(overview['peak_saved_bytes'])} at the peak",
-            f"Added per step {cost}",
+            f"Steps against torch's checkpoint {cost}",
             f"Remote share {in_percent(overview['remote_share'])} {'last known' if gone else 'last 5 min'}",
             f"Fallbacks {overview['fallbacks']} last 5 min",
         ]

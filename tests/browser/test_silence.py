@@ -143,6 +143,18 @@ def test_what_is_no_longer_known_is_a_dash_with_its_age(open_page: OpenPage) -> 
         expect(page.locator("[data-tile=sessions] .figure")).to_have_text(NONE)
 
 
+def test_a_run_that_nobody_hears_from_does_not_look_good(open_page: OpenPage) -> None:
+    with FakeWorker() as worker, Dashboard(worker.address, options=NO_STORE) as dashboard:
+        worker.tell(reporting.Training(workers=[worker.address]).report(range(6)))
+        page = open_page(dashboard.url, may_be_refused=True)
+        verdict, text = page.locator("#verdict"), page.locator("#verdict-text")
+        expect(verdict).to_have_attribute("data-level", "good")
+        worker.hung.set()
+        expect(verdict).to_have_attribute("data-level", "idle")
+        expect(text).to_have_text(re.compile(r"Not heard from for \d+ s\. Until then: \S+ % less memory"))
+        expect(page.locator("#verdict-about")).to_contain_text("silent")
+
+
 def test_reasons_of_fallbacks_stay_and_are_filtered_by(open_page: OpenPage) -> None:
     training = reporting.Training(segments=3, began_at_s=time.time() - 300)
     report = training.report(range(2))
@@ -158,7 +170,7 @@ def test_reasons_of_fallbacks_stay_and_are_filtered_by(open_page: OpenPage) -> N
         page.locator("#segments").scroll_into_view_if_needed()
         rows = page.locator("#segments-table tbody tr")
         expect(rows).to_have_count(3)
-        why = rows.nth(1).locator("td.wrap")
+        why = rows.nth(1).locator("td.wrap").first
         expect(why).to_have_text("no output is used elsewherereason 11 call, last 5 min ago")
         expect(rows.nth(1).locator(".badge")).to_have_text("gradients")
         choice = page.locator("#segments-reason")
@@ -172,5 +184,5 @@ def test_reasons_of_fallbacks_stay_and_are_filtered_by(open_page: OpenPage) -> N
         expect(rows.nth(2).locator(".badge[data-kind=kept]")).to_have_text("kept")
         page.locator("#segments-filter").fill("kept")
         expect(rows).to_have_count(1)
-        expect(rows.locator("td.wrap")).to_have_text(re.compile("a custom function2 calls"))
+        expect(rows.locator("td.wrap").first).to_have_text(re.compile("a custom function2 calls"))
         assert broken_rules(page) == []

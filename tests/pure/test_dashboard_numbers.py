@@ -104,13 +104,38 @@ def test_rows_hold_what_does_not_overlap_and_are_as_few_as_can_be(intervals: lis
     assert len(set(rows)) <= max(most, 1) or any(b == e for b, e in intervals)
 
 
+def test_a_run_that_nobody_hears_from_is_silent_and_then_lost() -> None:
+    trainers = Trainers()
+    trainers.take(Training(run="r", began_at_s=NOW_S).report([0]), NOW_S, since_s=0.0)
+    (run,) = trainers
+    assert [run.state(NOW_S + passed_s) for passed_s in (1, 31, 299, 301)] == ["running", "silent", "silent", "lost"]
+    trainers.take(Training(run="r", began_at_s=NOW_S).report([1], is_closed=True), NOW_S, since_s=0.0)
+    assert run.state(NOW_S + 301) == "ended"
+
+
+def test_a_run_is_silent_as_soon_as_none_of_its_workers_answers() -> None:
+    watch = Watch(parse_resolvers("a:1,b:2,c:3"))
+    watch.trainers.take(Training(run="r", workers=["a:1", "b:2"], began_at_s=NOW_S).report(), NOW_S, since_s=0.0)
+    (run,) = watch.trainers
+    states = []
+    for answering in ("abc", "bc", "c", "abc"):
+        for worker in watch.workers:
+            if worker.address.text[0] in answering:
+                worker.answered(telemetry_pb2.GetTelemetryResponse())
+            else:
+                worker.failed("it did not answer in time")
+        watch.note_cut_off()
+        states.append(run.state(NOW_S))
+    assert states == ["running", "running", "silent", "running"]
+
+
 def test_old_reports_count_when_they_happened_and_new_ones_when_they_come() -> None:
     late, ahead = Trainers(), Trainers()
     for trainers, began_at_s in ((late, NOW_S - 3_600), (ahead, NOW_S + 3_600)):
         trainers.take(Training(run="r", began_at_s=began_at_s).report(range(5)), NOW_S, since_s=0.0)
     (run,) = late
     assert (run.steps, run.recent.since(NOW_S - 300).steps) == (5, 0)
-    assert run.state(NOW_S) == "silent"
+    assert run.state(NOW_S) == "lost"
     # The worker was asked a second ago, so the trainer's clock is an hour behind.
     late.take(Training(run="r", began_at_s=NOW_S - 3_600).report(range(5, 8)), NOW_S, since_s=NOW_S - 11)
     assert run.recent.since(NOW_S - 300).steps == 3

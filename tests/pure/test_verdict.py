@@ -16,6 +16,7 @@ GOOD = Totals(
     gradients=800,
     fallbacks=0,
     upload_s=5.0,
+    recompute_s=6.0,
     exposed_queue_s=0.5,
 )
 PEAK_BYTES, SAVED_BYTES = 700_000_000, 300_000_000
@@ -33,9 +34,45 @@ def test_a_run_that_is_no_slower_than_recomputing_here_is_worth_it() -> None:
     assert judged.added_ms == pytest.approx(80)
     assert judged.spared_ms == pytest.approx(200)
     assert judged.sentence == (
-        "Saved 30 % of the peak without Backhaul (286 MiB) for 80 ms per step, where the trainer alone would have "
-        "taken 200 ms: worth it"
+        "30 % less memory than without checkpointing (286 MiB). Steps 120 ms shorter than with torch's checkpoint. "
+        "Bottleneck: the workers"
     )
+
+
+@pytest.mark.parametrize("wait_s", [17.5, 18.0, 18.5])
+def test_a_difference_that_is_noise_has_no_sign(wait_s: float) -> None:
+    judged = judged_of(wait_s=wait_s)
+    assert judged.is_worth_it
+    assert "Steps as long as with torch's checkpoint." in judged.sentence
+
+
+@pytest.mark.parametrize(
+    ("changed", "bottleneck"),
+    [
+        ({}, "the workers"),
+        ({"recompute_s": 4.0}, "the network"),
+        ({"upload_s": 0.0}, "the workers or the network"),
+        ({"exposed_queue_s": 4.0}, "the workers' queues"),
+        ({"wait_s": 1.0}, "the trainer"),
+        ({"gradients": 0}, ""),
+    ],
+)
+def test_the_bottleneck_is_named(changed: dict[str, Any], bottleneck: str) -> None:
+    judged = judged_of(**changed)
+    assert judged.bottleneck == bottleneck
+    assert (f"Bottleneck: {bottleneck}" in judged.sentence) == bool(bottleneck)
+
+
+@pytest.mark.parametrize(
+    ("drift", "values"),
+    [
+        (None, ""),
+        (0.0, "Workers' values are bitwise equal to those of forward, wherever they were compared"),
+        (2.1e-6, "Workers' values are within 2e-6 of those of forward, wherever they were compared"),
+    ],
+)
+def test_the_bits_of_workers_values_are_named(drift: float | None, values: str) -> None:
+    assert verdict(GOOD, PEAK_BYTES, SAVED_BYTES, drift).values == values
 
 
 @pytest.mark.parametrize(
@@ -56,7 +93,7 @@ def test_a_run_that_was_not_worth_it_says_why(changed: dict[str, Any], why: str)
     judged = judged_of(**changed)
     assert judged.is_worth_it is False
     assert why in judged.why
-    assert judged.sentence.endswith(f": not worth it, because {judged.why}")
+    assert judged.sentence.endswith(f". Not worth it: {judged.why}")
 
 
 @pytest.mark.parametrize(

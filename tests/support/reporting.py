@@ -61,6 +61,7 @@ class Training:
             run=self.about(is_closed=is_closed),
             steps=[self.step(number) for number in step_numbers],
             calls=[self.call(step, number) for step in step_numbers for number in range(self.segments)],
+            drift=0.0,
         )
 
     def step(self, number: int, **changed: Any) -> telemetry_pb2.Step:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -177,21 +178,86 @@ def test_lists_are_bounded_and_what_is_dropped_is_counted() -> None:
     assert reporter.reports[-1].dropped == 5 + MAX_STEPS + 3 + 3
 
 
+class Outage:
+    """Delivers nothing until `is_over`.
+
+    Attributes:
+        tried: Numbers of the steps that could not be delivered.
+        arrived: The reports that could.
+    """
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.tried: set[int] = set()
+        self.arrived: list[telemetry_pb2.TrainerReport] = []
+
+    def __call__(self, report: telemetry_pb2.TrainerReport) -> bool:
+        if self.is_over.is_set():
+            self.arrived.append(report)
+        else:
+            self.tried |= {step.number for step in report.steps}
+        return self.is_over.is_set()
+
+    @property
+    def steps(self) -> list[telemetry_pb2.Step]:
+        return [step for report in self.arrived for step in report.steps]
+
+
 @pytest.mark.slow
-def test_what_can_not_be_sent_is_dropped_and_counted() -> None:
-    arrived: list[telemetry_pb2.TrainerReport] = []
-
-    def deliver(report: telemetry_pb2.TrainerReport) -> bool:
-        arrived.append(report)
-        return len(arrived) > 1
-
-    reporter = Reporter(deliver)
-    reporter.call()
+def test_steps_that_can_not_be_sent_are_sent_once_a_worker_answers() -> None:
+    outage, frame = Outage(), Frame()
+    reporter = Reporter(outage)
+    call = reporter.call()
+    call.forward(frame, Recording(), 0.5, 0.0, 0)
+    call.fallback("the worker is gone", is_said=True)
+    call.add(Decision.TRAINER, 0.5)
     reporter.telemetry.step()
     reporter.telemetry.start()
-    wait_until(lambda: len(arrived) == 1, "it was tried")
+    wait_until(lambda: 0 in outage.tried, "the step is tried")
+    reporter.call()
+    reporter.telemetry.step()
+    outage.is_over.set()
     reporter.telemetry.close()
-    assert [report.dropped for report in arrived] == [0, 1]
+    assert [(step.number, step.fallbacks) for step in outage.steps] == [(0, 1), (1, 0)]
+    assert [event.kind for report in outage.arrived for event in report.events] == ["fell_back"]
+    assert outage.arrived[-1].dropped == 1  # the call
+
+
+@pytest.mark.slow
+def test_of_steps_that_can_not_be_sent_the_last_are_kept() -> None:
+    outage = Outage()
+    reporter = Reporter(outage)
+    reporter.telemetry.start()
+    for last in (MAX_STEPS, 2 * MAX_STEPS):
+        for _ in range(MAX_STEPS):
+            reporter.call()
+            reporter.telemetry.step()
+        wait_until(partial(outage.tried.__contains__, last - 1), "all of them are tried")
+    outage.is_over.set()
+    reporter.telemetry.close()
+    assert [step.number for step in outage.steps] == list(range(MAX_STEPS, 2 * MAX_STEPS))
+    assert outage.arrived[-1].dropped == MAX_STEPS
+
+
+@pytest.mark.parametrize(
+    ("decision", "drifts", "reported"),
+    [
+        (Decision.GRADIENTS, [], 0.0),
+        (Decision.ACTIVATIONS, [0.0, 2e-6, 1e-7], 2e-6),
+        (Decision.TRAINER, [], None),
+    ],
+)
+def test_the_largest_drift_is_reported_once_a_worker_has_recomputed(
+    decision: Decision, drifts: list[float], reported: float | None
+) -> None:
+    reporter = Reporter()
+    call = reporter.call()
+    call.add(decision, 0.1)
+    for drift in drifts:
+        call.drift(drift)
+    reporter.telemetry.step()
+    report = reporter.close()[-1]
+    assert (report.drift if report.HasField("drift") else None) == reported
 
 
 @pytest.mark.slow

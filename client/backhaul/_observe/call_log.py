@@ -213,6 +213,8 @@ class CallLog:
         """Notes the drift of a recomputation."""
         self._log.drift(drift)
         self.largest_drift = max(self.largest_drift, drift)
+        if self._telemetry is not None:
+            self._telemetry.drifted(drift)
 
     @_safe
     def rechecked(self) -> None:

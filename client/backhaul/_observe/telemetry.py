@@ -2,7 +2,8 @@
 
 NOTE [Never in the way]
 1. Training only adds numbers and appends to lists. The thread does everything that takes longer or may fail.
-2. Lists are bounded. Entries that do not fit or cannot be sent are dropped and counted.
+2. Lists are bounded. Entries that do not fit are dropped and counted, and so are calls that cannot be sent. Steps and
+   events that cannot be sent are sent again: while no worker answers, they are what the trainer did by itself.
 3. A call is reported when no backward can need its segment any more, or when its step has ended after its
    recomputation.
 4. Frames die at any time and in any thread. Their death notices are appended to a queue, see `_endings`.
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("backhaul")
 INTERVAL_S = 1.0
 MAX_CALLS = 4096
-MAX_STEPS = 1024
+MAX_STEPS = 1000
 CALLS_PER_REPORT = 200
 """Upper bounds of a report. They keep it below the half MiB that a worker accepts."""
 
@@ -138,8 +139,10 @@ class Telemetry:
         self._has_explicit_steps = False
         self._calls: deque[ReportedCall] = deque()
         self._steps: deque[tuple[telemetry_pb2.Step, _Totals, Any, Context | None]] = deque()
+        self._unsent: deque[telemetry_pb2.Step] = deque()
         self._saved_bytes = 0
         self._peak_saved_bytes = 0
+        self._drift: float | None = None
         self._death_notices: deque[DeathNotice] = deque()  # Rule 4
         self._endings = DeathQueue(self._death_notices.append)
         self._dropped = 0
@@ -202,6 +205,13 @@ class Telemetry:
             self._now.decisions[decision] += 1
             self._now.wait.add(wait)
             self._now.spared.add(spared, factor)
+            if decision in {Decision.GRADIENTS, Decision.ACTIVATIONS}:
+                self._drift = self._drift or 0.0
+
+    def drifted(self, drift: float) -> None:
+        """Notes the relative difference between values of a worker and those of forward; 0 if all bits are equal."""
+        with self._lock:
+            self._drift = max(self._drift or 0.0, drift)
 
     def waited(self, wait: Duration) -> None:
         """Adds a time for which backward was blocked."""
@@ -276,14 +286,19 @@ class Telemetry:
             is_last = self._end.wait(INTERVAL_S)
             try:
                 for report in self._reports(is_last=is_last):
-                    has_arrived = False
-                    try:
-                        has_arrived = self._deliver(report)
-                    finally:
-                        if not has_arrived:
-                            self._drop(report)
+                    self._send(report)
             except Exception:  # Rule 1
                 logger.debug("Telemetry failed.", exc_info=True)
+
+    @only_in("backhaul-telemetry")
+    def _send(self, report: telemetry_pb2.TrainerReport) -> None:
+        has_arrived = False
+        try:
+            has_arrived = self._deliver(report)
+        except Exception:  # Rule 1
+            logger.debug("A report could not be sent.", exc_info=True)
+        if not has_arrived:
+            self._give_back(report)
 
     @only_in("backhaul-telemetry")
     def _trace(self, report: telemetry_pb2.TrainerReport, contexts: "Mapping[int, Context]") -> None:
@@ -294,10 +309,15 @@ class Telemetry:
                 logger.debug("Traces failed.", exc_info=True)
 
     @only_in("backhaul-telemetry")
-    def _drop(self, report: telemetry_pb2.TrainerReport) -> None:
+    def _give_back(self, report: telemetry_pb2.TrainerReport) -> None:
+        """Keeps the steps and events of a report that was not sent, and counts what is dropped (Rule 2)."""
+        self._unsent.extend(report.steps)
+        surplus = max(0, len(self._unsent) - MAX_STEPS)
+        for _ in range(surplus):
+            self._unsent.popleft()
         with self._lock:
-            self._dropped += len(report.steps) + len(report.calls)
-        self.events.give_back(report.events)  # of which there are few, and they say why there was no report
+            self._dropped += surplus + len(report.calls)
+        self.events.give_back(report.events)
 
     @property
     def steps(self) -> StepsReport:
@@ -325,6 +345,10 @@ class Telemetry:
         messages = [_with_loss(_measured(step, totals), loss) for step, totals, loss, _ in steps]
         events = self.events.take(is_last=is_last)
         was_told = False
+        if self._unsent:  # alone, because they were traced before, and in front, because they are older
+            late = list(self._unsent)
+            self._unsent.clear()
+            yield telemetry_pb2.TrainerReport(run=self._run, steps=late, dropped=self._dropped, sent_at_s=time())
         contexts = {step.number: context for step, *_, context in steps if context is not None}
         while messages or reported or events or is_last:
             report = telemetry_pb2.TrainerReport(
@@ -335,6 +359,7 @@ class Telemetry:
                 events=events,
                 links=self._links() if not was_told else [],
                 sent_at_s=time(),
+                drift=self._drift,
             )
             was_told = True
             self._trace(report, contexts)

@@ -453,9 +453,14 @@ class TrainerReport(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     LINKS_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
     dropped: _builtins.int
     """Steps and calls that were not told for want of room, since the run began."""
     sent_at_s: _builtins.float
+    drift: _builtins.float
+    """The largest relative difference between values of workers and those of forward since the run began; 0 if all compared
+    bits are equal. Absent before a worker has recomputed anything.
+    """
     @_builtins.property
     def run(self) -> Global___Run: ...
     @_builtins.property
@@ -480,12 +485,15 @@ class TrainerReport(_message.Message):
         events: _abc.Iterable[Global___Event] | None = ...,
         links: _abc.Iterable[Global___Link] | None = ...,
         sent_at_s: _builtins.float = ...,
+        drift: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "drift", b"drift", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "dropped", b"dropped", "events", b"events", "links", b"links", "run", b"run", "sent_at_s", b"sent_at_s", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "calls", b"calls", "drift", b"drift", "dropped", b"dropped", "events", b"events", "links", b"links", "run", b"run", "sent_at_s", b"sent_at_s", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
+    _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift) -> _WhichOneofReturnType__drift | None: ...
 
 Global___TrainerReport: _TypeAlias = TrainerReport  # noqa: Y015
 

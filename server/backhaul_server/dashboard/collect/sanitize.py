@@ -100,6 +100,7 @@ _OF_FIELD: dict[str, Rule] = {
     "Run.tags": partial(clipped, length=MAX_TAG),
     "SegmentCall.decision": lambda decision: decision if decision in DECISIONS else "",
     "SegmentCall.drift": _drift,
+    "TrainerReport.drift": _drift,
     "SegmentCall.reason": partial(clipped, length=300),
     "SessionTelemetry.drift": _drift,
     "SessionTelemetry.run": lambda run: run if _RUN.fullmatch(run) else "",

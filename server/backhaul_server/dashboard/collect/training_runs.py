@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import add
 from statistics import median
-from typing import Literal
 
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.links import LinkRecord, take_links
@@ -14,10 +13,12 @@ from backhaul_server.dashboard.collect.segments import SegmentTable
 from backhaul_server.dashboard.collect.series import LARGEST, Series
 from backhaul_server.dashboard.collect.step_points import step_row
 from backhaul_server.dashboard.collect.totals import RecentTotals, Totals
+from backhaul_server.dashboard.schemas.fields import RunState
 
 STEPS = 64
 """The number of recent steps that are kept separately. Reports on older steps are ignored."""
 SILENT_S = 30.0
+LOST_S = 300.0
 _SERIES_STEPS = 4_096
 _LANES = len(telemetry_pb2.Lane.values())
 _MEDIAN_STEPS = 50
@@ -43,6 +44,13 @@ class StepReport:
 
 def _step_number(part: telemetry_pb2.Step | telemetry_pb2.SegmentCall) -> int:
     return part.number if isinstance(part, telemetry_pb2.Step) else part.step
+
+
+def state_of(is_closed: bool, unheard_s: float) -> RunState:
+    """Returns the state of a run from whether its trainer has closed it, and the seconds since its last report."""
+    if is_closed:
+        return "ended"
+    return "lost" if unheard_s > LOST_S else "silent" if unheard_s > SILENT_S else "running"
 
 
 class Detail:
@@ -77,6 +85,8 @@ class TrainerRun:
         detail: The tables of the run; None if there was no room for them.
         calls_bytes: The bytes of all calls that are kept.
         links: The connections to its workers, by the address that the trainer was given.
+        drift: The largest relative difference between values of workers and those of forward; None if unknown.
+        is_cut_off: Whether no worker of the run answers now, so that no report can arrive.
     """
 
     def __init__(self, about: telemetry_pb2.Run, now_s: float) -> None:
@@ -97,17 +107,18 @@ class TrainerRun:
         self.links: dict[str, LinkRecord] = {}
         self._durations_s: deque[float] = deque(maxlen=_MEDIAN_STEPS)
         self.peak_bytes = self.saved_bytes = 0
+        self.drift: float | None = None
+        self.is_cut_off = False
 
     @property
     def id(self) -> str:
         """The id of the run, as routes use it."""
         return self.about.id
 
-    def state(self, now_s: float) -> Literal["running", "silent", "ended"]:
-        """Returns the state: "ended" after close(), "silent" without recent reports, else "running"."""
-        if self.about.is_closed:
-            return "ended"
-        return "silent" if now_s - self.heard_at_s > SILENT_S else "running"
+    def state(self, now_s: float) -> RunState:
+        """Returns the state of the run at a time in seconds since 1970."""
+        state = state_of(self.about.is_closed, now_s - self.heard_at_s)
+        return "silent" if state == "running" and self.is_cut_off else state
 
     def take(self, report: telemetry_pb2.TrainerReport, now_s: float, since_s: float) -> None:
         """Adds a report that was sanitized.
@@ -123,6 +134,8 @@ class TrainerRun:
         self.about.is_closed = is_closed
         self.dropped = max(self.dropped, report.dropped)
         take_links(self.links, report, now_s)
+        if report.HasField("drift"):
+            self.drift = max(self.drift or 0.0, report.drift)
         heard_at_s = [report.run.started_at_s]
         by_second: dict[int, list[Totals]] = {}
         parts: list[telemetry_pb2.Step | telemetry_pb2.SegmentCall] = [*report.steps, *report.calls]

@@ -6,36 +6,42 @@ memory. Workers are worth it if a step with them is no slower.
 
 from backhaul_server.dashboard.collect.percentages import in_percent
 from backhaul_server.dashboard.collect.totals import Totals
-from backhaul_server.dashboard.schemas.runs import RunVerdict
+from backhaul_server.dashboard.schemas.runs import Bottleneck, RunVerdict
 
 FEWEST_STEPS = 5
 """The fewest steps after which a run is judged. The first steps record programs and send all parameters."""
 SMALL_SHARE = 0.05
 """Runs that save a smaller share of the peak without Backhaul have too little to gain."""
+NOISE = 0.05
+"""Steps count as equally long if they differ by at most this share of the recomputation on the trainer."""
 MANY_FALLBACKS = 0.1
 """The share of the recomputations meant for workers above which fallbacks are named as the cause."""
 
 
-def verdict(totals: Totals, peak_bytes: int, saved_bytes: int) -> RunVerdict:
+def verdict(totals: Totals, peak_bytes: int, saved_bytes: int, drift: float | None = None) -> RunVerdict:
     """Judges a run. A pure function of its measurements.
 
     Args:
         totals: The sums over all steps whose costs are known. The history has none of transfers and queues.
         peak_bytes: The trainer's own peak memory; 0 if it is unknown.
         saved_bytes: The most bytes that autograd saved in segments and the trainer did not keep.
+        drift: The largest relative difference between values of workers and those of forward; None if it is unknown.
     """
     saved_share = saved_bytes / (peak_bytes + saved_bytes) if peak_bytes else None
     added_ms = totals.per_step_ms(totals.added_s)
     spared_ms = totals.per_step_ms(totals.spared_s)
     is_worth_it, why = _judge(totals, saved_share)
+    bottleneck = _bottleneck(totals)[0] if totals.remote else ""
     return RunVerdict(
-        sentence=_sentence(saved_bytes, saved_share, added_ms, spared_ms, is_worth_it, why),
+        sentence=_sentence(saved_bytes, saved_share, added_ms, spared_ms, is_worth_it, why, bottleneck),
         saved_share=saved_share,
         saved_bytes=saved_bytes,
         added_ms=added_ms,
         spared_ms=spared_ms,
         is_worth_it=is_worth_it,
         why=why,
+        bottleneck=bottleneck,
+        values=_values(drift),
     )
 
 
@@ -60,26 +66,36 @@ def _judge(totals: Totals, saved_share: float | None) -> tuple[bool | None, str]
             "the checkpointed segments hold only a small part of the peak: checkpoint more of the model, or use larger "
             "batches"
         )
-    if totals.added_s <= totals.spared_s:
+    if totals.added_s <= (1 + NOISE) * totals.spared_s:
         return True, ""
-    return False, _why_slow(totals)
+    _, why_slow = _bottleneck(totals)
+    return False, why_slow
 
 
-def _why_slow(totals: Totals) -> str:
-    """Returns why a step with workers is slower than one that recomputes on the trainer, by the largest cost."""
+def _bottleneck(totals: Totals) -> tuple[Bottleneck, str]:
+    """Returns what causes most of the time that workers add to a step, and in words what to do about it."""
     if totals.overhead_s >= totals.wait_s:
-        return (
+        return "the trainer", (
             "recording, digests and sending keep the trainer's own threads busy for longer than they are spared: make "
             "the segments longer"
         )
     if totals.exposed_queue_s > totals.wait_s / 2:
-        return "backward waited for segments in workers' queues: add a worker, or connect fewer trainers to each"
-    if totals.transfer_s > totals.spared_s:
-        return (
-            "sending and fetching the segments takes longer than computing them on the trainer: make the segments "
-            "longer, or use a faster network"
+        return "the workers' queues", (
+            "backward waited for segments in workers' queues: add a worker, or connect fewer trainers to each"
         )
-    return "backward waited longer for workers than the trainer would have computed: add workers, or use faster ones"
+    if totals.transfer_s > totals.recompute_s + totals.backward_s:
+        return "the network", (
+            "sending and fetching the segments takes longer than computing them: make the segments longer, or use a "
+            "faster network"
+        )
+    if not totals.transfer_s:
+        return "the workers or the network", (
+            "backward waited longer for workers than the trainer would have computed: add workers, or use faster ones "
+            "or a faster network"
+        )
+    return "the workers", (
+        "backward waited longer for workers than the trainer would have computed: add workers, or use faster ones"
+    )
 
 
 def _sentence(
@@ -89,19 +105,27 @@ def _sentence(
     spared_ms: float | None,
     is_worth_it: bool | None,
     why: str,
+    bottleneck: str,
 ) -> str:
     if is_worth_it is None:
         return f"Not known yet whether workers are worth it: {why}"
     assert saved_share is not None and added_ms is not None and spared_ms is not None
-    saved = f"Saved {in_percent(saved_share)} of the peak without Backhaul ({in_bytes(saved_bytes)})"
-    if added_ms <= spared_ms:
-        cost = f"for {in_ms(added_ms)} per step, where the trainer alone would have taken {in_ms(spared_ms)}"
-    else:
-        cost = (
-            f"for {in_ms(added_ms)} per step, {in_ms(added_ms - spared_ms)} more than the trainer alone would have "
-            "taken"
-        )
-    return f"{saved} {cost}: worth it" if is_worth_it else f"{saved} {cost}: not worth it, because {why}"
+    saved = f"{in_percent(saved_share)} less memory than without checkpointing ({in_bytes(saved_bytes)})"
+    steps = f"Steps {_compared(added_ms - spared_ms, spared_ms)} torch's checkpoint"
+    return f"{saved}. {steps}. {f'Bottleneck: {bottleneck}' if is_worth_it else f'Not worth it: {why}'}"
+
+
+def _compared(longer_ms: float, spared_ms: float) -> str:
+    if abs(longer_ms) <= NOISE * spared_ms:
+        return "as long as with"
+    return f"{in_ms(abs(longer_ms))} {'longer' if longer_ms > 0 else 'shorter'} than with"
+
+
+def _values(drift: float | None) -> str:
+    if drift is None:
+        return ""
+    how = f"within {drift:.0e} of".replace("e-0", "e-") if drift else "bitwise equal to"
+    return f"Workers' values are {how} those of forward, wherever they were compared"
 
 
 def in_bytes(size_bytes: float) -> str:

@@ -108,6 +108,12 @@ class Watch:
             matched[left[0]] = others[0]
         return matched
 
+    def note_cut_off(self) -> None:
+        """Notes of each run whether no report can arrive now, because all of its watched workers are unreachable."""
+        for run in self.trainers:
+            states = {worker.state for worker in self.workers_of(run).values()}
+            run.is_cut_off = states == {"unreachable"}
+
     def alignment(self, run: TrainerRun) -> Alignment | None:
         """Returns how the clock of a run's trainer compares with this process's; None if that is unknown."""
         now_s = time.time()
@@ -136,6 +142,7 @@ class Watch:
                 while True:
                     await asyncio.sleep(INTERVAL_S)
                     self.held.sample(time.time(), self.workers, self.trainers)
+                    self.note_cut_off()
 
     async def _look(self, resolver: Resolver, token: str | None, tasks: asyncio.TaskGroup) -> None:
         """Asks a resolver once a second, and watches the workers that it names."""

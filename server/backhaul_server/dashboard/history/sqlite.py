@@ -20,7 +20,7 @@ from typing import Any
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_server.dashboard.collect.step_points import StepRow, series_of
 from backhaul_server.dashboard.collect.totals import Totals
-from backhaul_server.dashboard.collect.training_runs import SILENT_S
+from backhaul_server.dashboard.collect.training_runs import state_of
 from backhaul_server.dashboard.collect.verdict import verdict
 from backhaul_server.dashboard.history.retention import MEMORY
 from backhaul_server.dashboard.history.schema import EVENT, RUN, STEP, SUMS, prepare
@@ -232,7 +232,6 @@ class HistoryFile:
         durations = self._connection.execute(
             "SELECT duration_s FROM steps WHERE run = ? ORDER BY number DESC LIMIT ?", (stored["id"], RECENT_STEPS)
         ).fetchall()
-        state = "ended" if stored["is_closed"] else "silent" if stored["heard_at_s"] < now_s - SILENT_S else "running"
         sums = {name: stored[name] for name in (*SUMS, "steps") if name in Totals._fields}
         about: dict[str, Any] = {
             **stored,
@@ -240,7 +239,7 @@ class HistoryFile:
             "id": run_id(stored["name"]),
             "run": stored["name"],
             "name": stored["label"],
-            "state": state,
+            "state": state_of(bool(stored["is_closed"]), now_s - stored["heard_at_s"]),
             "median_step_ms": 1e3 * median(value for (value,) in durations) if durations else None,
             "verdict": verdict(Totals(**sums, gradients=stored["remote"]), stored["peak_bytes"], stored["saved_bytes"]),
         }

@@ -1,6 +1,6 @@
 """Fields that many answers have, each described once."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,14 @@ RunName = Annotated[
 ]
 Trainer = Annotated[str, Field(description="Host and process of the trainer", examples=["gpu-box:4711"])]
 ClientVersion = Annotated[str, Field(description="Version of Backhaul on the trainer", examples=["0.1.0"])]
+RunState = Annotated[
+    Literal["running", "silent", "lost", "ended"],
+    Field(
+        description="running, or ended by close(). silent: no report has arrived for 30 seconds, or none can, because "
+        "no worker of the run answers. lost: none has arrived for 5 minutes",
+        examples=["running"],
+    ),
+]
 Rank = Annotated[int, Field(description="Rank of the trainer in its training; 0 if it trains alone", examples=[0])]
 Segment = Annotated[
     str, Field(description="Name and position of the segment, as in the table of segments", examples=["Block #3"])

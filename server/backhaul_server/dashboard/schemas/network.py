@@ -8,7 +8,7 @@ from backhaul_server.dashboard.schemas import fields
 from backhaul_server.dashboard.schemas.base import Schema
 from backhaul_server.dashboard.schemas.now import AcceleratorStatus, State
 
-NodeState = Literal["serving", "draining", "unreachable", "unwatched", "running", "silent", "ended"]
+NodeState = Literal["serving", "draining", "unreachable", "unwatched", "running", "silent", "lost", "ended"]
 LinkState = Literal["active", "idle", "broken"]
 
 
@@ -34,7 +34,7 @@ class TopologyNode(Schema):
     )
     state: NodeState = Field(
         description="Of a worker: serving, draining, unreachable, or unwatched (a trainer names it, but the dashboard "
-        "does not watch it). Of a trainer: running, silent (not heard for 30 seconds) or ended",
+        "does not watch it). Of a trainer: running, silent (not heard for 30 seconds), lost (for 5 minutes) or ended",
         examples=["serving"],
     )
     seen_at_s: float = Field(

@@ -22,7 +22,7 @@ def run_summary(run: TrainerRun, now_s: float) -> RunSummary:
         state=run.state(now_s),
         last_step=run.last_step.number,
         last_loss=run.last_step.loss if run.last_step.HasField("loss") else None,
-        verdict=verdict(run.totals, run.peak_bytes, run.saved_bytes),
+        verdict=verdict(run.totals, run.peak_bytes, run.saved_bytes, run.drift),
     )
 
 
@@ -32,7 +32,7 @@ def merged(stored: RunSummary, run: TrainerRun, now_s: float) -> RunSummary:
     update = {name: max(getattr(summary, name), getattr(stored, name)) for name in _SUMS}
     update["started_at_s"] = stored.started_at_s  # the history orders runs by it
     if stored.steps > run.steps:
-        update["verdict"] = stored.verdict
+        update["verdict"] = stored.verdict.model_copy(update={"values": summary.verdict.values})
     return summary.model_copy(update=update)
 
 

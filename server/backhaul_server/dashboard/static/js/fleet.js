@@ -50,11 +50,6 @@ function shareCell(worker, share, text, options) {
   return [meter(share, text, { ...options, ...(isNow ? {} : { warns: false }) }), sub(isNow ? "" : ago(worker.seen_at_s, nowS))];
 }
 
-function memoryCell(worker) {
-  const text = `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`;
-  return shareCell(worker, worker.memory_share, text);
-}
-
 function gpuCell(worker) {
   const share = worker.accelerator?.utilization ?? null;
   return shareCell(worker, share, percent(share), { warns: false }); // a busy GPU is what a worker is for
@@ -70,10 +65,6 @@ function gpuMemoryCell(worker) {
   return shareCell(worker, gpuMemory(worker), gpu ? bytesOf(gpu.used_bytes, gpu.total_bytes) : "");
 }
 
-function heartbeat(worker) {
-  return worker.seen_at_s === 0 ? "never" : ago(worker.seen_at_s, nowS);
-}
-
 /** A column of numbers of a worker's last answer: of a worker that is unreachable they are old, and sorted last. */
 function measured(column) {
   const cell = (worker) => (worker.seen_at_s === 0 ? NONE : column.cell(worker));
@@ -84,8 +75,8 @@ function measured(column) {
 const WORKERS = [
   { title: "Worker", sort: "address", by: (worker) => worker.address, isText: true, cell: (worker) => worker.address },
   { title: "State", sort: "state", by: (worker) => STATES.indexOf(worker.state), isText: true, className: "wrap", cell: stateCell },
-  { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: heartbeat, hint: "When the worker last answered" },
-  measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, cell: memoryCell, hint: "Share of the worker's budget that is in use, the cache included" }),
+  { title: "Last seen", sort: "seen", by: (worker) => nowS - worker.seen_at_s, cell: (worker) => (worker.seen_at_s === 0 ? "never" : ago(worker.seen_at_s, nowS)), hint: "When the worker last answered" },
+  measured({ title: "Memory", sort: "memory", by: (worker) => worker.memory_share, isText: true, cell: (worker) => shareCell(worker, worker.memory_share, `${percent(worker.memory_share)} of ${bytes(worker.memory.budget_bytes)}`), hint: "Share of the worker's budget that is in use, the cache included" }),
   measured({ title: "Sessions", sort: "sessions", by: (worker) => worker.sessions, cell: (worker) => count(worker.sessions), hint: "Trainers that are connected to the worker" }),
   measured({ title: "Recomputed", sort: "recomputed", by: (worker) => worker.recomputed_segments, cell: (worker) => count(worker.recomputed_segments), hint: "Segments that the worker has recomputed since it started" }),
   measured({ title: "Received", sort: "received", by: (worker) => worker.received_bytes, cell: (worker) => bytes(worker.received_bytes), hint: "Bytes since the worker started" }),

@@ -21,9 +21,15 @@ function lastKnown(overview, atS, never) {
   return atS === null ? never : `last known ${ago(atS, overview.at_s)}`;
 }
 
+/** Returns how much longer or shorter steps are; a difference that is noise has no sign. See NOISE in collect/verdict.py. */
+function againstTorch({ added_ms_per_step: longer, spared_ms_per_step: spared }) {
+  if (Math.abs(longer) <= 0.05 * spared) return ["equal"];
+  return [threeDigits(Math.abs(longer)), longer > 0 ? "ms longer" : "ms shorter"];
+}
+
 function partsOf(overview) {
   const [wait, own, spared] = ["wait", "overhead", "spared"].map((part) => threeDigits(overview[`${part}_ms_per_step`]));
-  return `wait ${wait} + overhead ${own} − spared ${spared} ms`;
+  return `wait ${wait} and overhead ${own} ms for ${spared} ms of recomputing here`;
 }
 
 /** Returns how many workers are in each state other than serving, in words, and how bad that is. */
@@ -62,7 +68,7 @@ export function showOverview({ overview, workers, sessions: open }) {
   if (saved === null) tile("saved", [NONE], unstepped);
   else tile("saved", bytes(saved).split(" "), `${bytes(overview.peak_saved_bytes)} at the peak`);
   if (added === null) tile("added", [NONE], unstepped);
-  else tile("added", [`${added > 0 ? "+" : ""}${threeDigits(added)}`, "ms"], partsOf(overview));
+  else tile("added", againstTorch(overview), partsOf(overview));
   if (share === null) tile("remote", [NONE], unstepped);
   else tile("remote", percent(share).split(" "), "last 5 min");
   if (fallbacks === null) tile("fallbacks", [NONE], unheard);

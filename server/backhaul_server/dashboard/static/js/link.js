@@ -25,15 +25,12 @@ class Cursor {
   }
 }
 
-const timeCursor = new Cursor();
-const stepCursor = new Cursor();
-
 /** For charts over time, in seconds since 1970. */
-export const overTime = { cursor: timeCursor, to: (x) => x, from: (atS) => atS, select: chooseRange, isTimed: true };
+export const overTime = { cursor: new Cursor(), to: (x) => x, from: (atS) => atS, select: chooseRange, isTimed: true };
 
 /** For the charts that compare runs: they share steps, because the runs were at other times. */
 export const overSteps = {
-  cursor: stepCursor,
+  cursor: new Cursor(),
   to: (x) => x,
   from: (step) => step,
   select: (first, last) => change({ between: `${Math.floor(first)}-${Math.ceil(last)}` }),

@@ -25,7 +25,7 @@ function showLive(live) {
   learnRuns(live.runs);
   showOverview(live);
   showAlerts(live.alerts, live.overview.at_s);
-  showVerdict();
+  showVerdict(live);
   showFleet(live);
   offerWorkers(live.workers);
   noteSteps(live.runs);
@@ -52,6 +52,15 @@ function followSections() {
   mark();
 }
 
+/** Keeps the section of the address in view while the sections above it get their numbers, until the viewer scrolls. */
+function arrive() {
+  const section = document.getElementById(location.hash.slice(1));
+  if (section === null) return;
+  const filling = new ResizeObserver(() => section.scrollIntoView({ behavior: "instant" }));
+  filling.observe(byId("main"));
+  for (const input of ["wheel", "pointerdown", "touchstart", "keydown"]) addEventListener(input, () => filling.disconnect(), { once: true, passive: true });
+}
+
 startScope();
 startRange();
 startVerdict();
@@ -66,4 +75,6 @@ startFleetMaps();
 startRuns();
 startPrinting();
 followSections();
+arrive();
+addEventListener("hashchange", arrive);
 follow(showLive, showAge);

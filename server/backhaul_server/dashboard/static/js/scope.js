@@ -79,7 +79,7 @@ function ofRank(peers) {
 }
 
 /** Returns the ids of the runs of one job, in the order of their ranks. A run without other ranks is a job by itself. */
-function peersOf(id) {
+export function peersOf(id) {
   const run = runs.get(id);
   if (!(run?.world_size > 1)) return [id];
   const isPeer = (one) => one.world_size === run.world_size && one.name === run.name && Math.abs(one.started_at_s - run.started_at_s) < SAME_START_S;

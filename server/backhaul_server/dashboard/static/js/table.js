@@ -203,6 +203,7 @@ export const STATES = {
   running: ["ok", "good"],
   draining: ["warning", "warn"],
   silent: ["warning", "warn"],
+  lost: ["critical", "bad"],
   unreachable: ["critical", "bad"],
   ended: ["idle", "idle"],
   unwatched: ["idle", "idle"],

@@ -5,15 +5,12 @@
   const NEXT = { auto: "light", light: "dark", dark: "auto" };
   const root = document.documentElement;
 
-  const stored = () => {
-    try {
-      return localStorage.getItem(KEY);
-    } catch {
-      return null; // storage may be forbidden; the theme then lasts as long as the page
-    }
-  };
-
-  let theme = stored() in NEXT ? stored() : "auto";
+  let theme = "auto";
+  try {
+    theme = localStorage.getItem(KEY) in NEXT ? localStorage.getItem(KEY) : theme;
+  } catch {
+    // storage may be forbidden; the theme then lasts as long as the page
+  }
   const apply = () => {
     if (theme === "auto") delete root.dataset.theme;
     else root.dataset.theme = theme;
