@@ -349,7 +349,7 @@ class Session:
             self._dispatcher.micro_batch_ended,
             take_last,
             lambda frame: frame.lineage is not None and frame.lineage.session == self.run,
-            self._dispatcher.journal.log("Session.accumulate"),
+            self._dispatcher.journal.log("ends of accumulation blocks"),
             fixed,
             [one for one in (self._dispatcher.rechecks, self._whole_rechecks) if one is not None],
             whole,

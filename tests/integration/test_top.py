@@ -67,12 +67,12 @@ def test_workers_and_trainers_are_shown_once(fake: FakeWorker) -> None:
     train(fake, fallbacks=2, on_trainer=2)
     process = top(fake.address, "--once")
     assert (process.returncode, process.stderr) == (0, "")
-    assert row(process.stdout, fake.address) == [fake.address, "serving", "25 % of 4.29 GB", "1", "4", "3"]
-    assert row(process.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "40", "2", "120 MB", "2.3"]
+    assert row(process.stdout, fake.address) == [fake.address, "serving", "25 % of 4 GiB", "1", "4", "3"]
+    assert row(process.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "40", "2", "114.4 MiB", "2.3"]
     headline = process.stdout.splitlines()[0]
     assert "1 of 1 workers serve" in headline
     assert "2 fallbacks in 5 min" in headline
-    rate = re.search(r"· (\S+) steps/s · 120 MB saved · -72 ms per step", headline)
+    rate = re.search(r"· (\S+) steps/s · 114.4 MiB saved · -72 ms per step", headline)
     assert rate is not None
     assert 0.1 < float(rate[1]) <= 10  # ten steps, the first four seconds ago: how much later they are looked at varies
     assert "FallbackRateHigh: " in process.stdout
@@ -92,6 +92,15 @@ def test_it_fits_eighty_columns(fake: FakeWorker) -> None:
     process = top(fake.address, COLUMNS="80")
     assert max(len(line.rstrip()) for line in process.stdout.splitlines()) <= 80
     assert len(row(process.stdout, "gpu-box:4711")) == 8
+    assert "…" not in process.stdout
+
+
+@pytest.mark.slow
+def test_a_narrow_terminal_shows_fewer_columns_and_cuts_none(fake: FakeWorker) -> None:
+    train(fake)
+    process = top(fake.address, COLUMNS="60")
+    assert row(process.stdout, "gpu-box:4711") == ["gpu-box:4711", "running", "9", "400", "0", "114.4 MiB"]
+    assert row(process.stdout, fake.address)[:4] == [fake.address, "serving", "25 % of 4 GiB", "1"]
     assert "…" not in process.stdout
 
 

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from backhaul_runtime.process.units import size_text
+
 TRAINERS_SHARE = "its share of an accumulation block"
 """The reason for segments that the trainer computes by choice, although a worker could."""
 
@@ -157,8 +159,9 @@ class BlockReport:
         shares = [("trainer", self.trainer), *self.workers.items()]
         lines = [
             f"last accumulation block: {self.micro_batches} micro-batches in {self.took_s:.2f} s, "
-            f"speed-up {self.speed_up:.2f}, at most {self.pending_gradient_bytes / 1e6:.1f} MB of gradients pending "
-            f"and {self.deferred_bytes / 1e6:.1f} MB in unfinished micro-batches"
+            + (f"speed-up {self.speed_up:.2f}, " if self.trainer.segments else "")
+            + f"at most {size_text(self.pending_gradient_bytes)} of gradients pending and "
+            f"{size_text(self.deferred_bytes)} in unfinished micro-batches"
         ]
         lines += [
             f"  {name}: {helper.segments} of {self.segments} segments, {helper.segment_s * 1e3:.1f} ms each"
@@ -193,9 +196,12 @@ class StepsReport:
 
     def __str__(self) -> str:
         added, spared, waited = (1e3 * s / self.count for s in (self.added_s, self.spared_s, self.wait_s))
+        longer = added - spared
         return (
             f"in the mean of {self.count} steps: {added:.1f} ms added ({waited:.1f} ms of them waiting), where the "
-            f"trainer alone would have taken {spared:.1f} ms; {self.saved_bytes / 1e6:.1f} MB of activations not kept"
+            f"trainer alone would have taken {spared:.1f} ms\n"
+            f"{size_text(self.saved_bytes)} less memory than without checkpointing; steps {abs(longer):.1f} ms "
+            f"{'longer' if longer > 0 else 'shorter'} than with torch's checkpoint"
         )
 
 
@@ -298,7 +304,7 @@ class Report:
             )
             lines.append(
                 f"{segment.name[:31]:<32}{segment.calls:>7}{counts}{segment.wait_s * 1e3:>7.0f} ms"
-                f"{segment.up_bytes / 1e6:>8.1f} MB{segment.down_bytes / 1e6:>8.1f} MB"
+                f"{size_text(segment.up_bytes):>11}{size_text(segment.down_bytes):>11}"
             )
             lines += _notes(segment)
             for where, reasons in (
@@ -314,8 +320,8 @@ class Report:
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
         if self.spared_bytes:
             lines.append(
-                f"differences of parameters have spared {self.spared_bytes / 1e6:.1f} MB of uploads; copies take "
-                f"{self.copied_bytes / 1e6:.1f} MB here"
+                f"differences of parameters have spared {size_text(self.spared_bytes)} of uploads; copies take "
+                f"{size_text(self.copied_bytes)} here"
             )
         if self.block is not None:
             lines.append(str(self.block))

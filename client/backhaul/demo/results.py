@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from backhaul.demo.variants import DemoSettings, Variant
+from backhaul_runtime.process.units import size_text
 
 
 def as_json(settings: DemoSettings, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def as_table(results: dict[str, Any]) -> str:
         equal = "yes" if row["losses_equal"] and row["gradients_equal"] else "NO"
         lines.append(
             f"{row['name']:<22}{row['losses'][-1]:>10.4f}{equal:>7}{row['median_step_s'] * 1e3:>7.0f} ms"
-            f"{_megabytes(row['peak_bytes'])}{_megabytes(row['up_bytes'])}{_megabytes(row['down_bytes'])}"
+            f"{size_text(row['peak_bytes']):>11}{size_text(row['up_bytes']):>11}{size_text(row['down_bytes']):>11}"
             f"{row['segments_remote']:>8}{row['fallbacks']:>11}"
         )
     return "\n".join(lines)
@@ -77,7 +78,3 @@ def _length(relative: float) -> str:
 
 def _percent(relative: float) -> str:
     return f"{100 * abs(relative):.0f} %"
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:>8.1f} MB"
