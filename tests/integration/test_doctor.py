@@ -10,19 +10,21 @@ import pytest
 
 from backhaul._cli.main import main
 from backhaul._config import Config
-from backhaul.doctor.advice import Surroundings, model_checks
+from backhaul.doctor.advice import Surroundings, machine_check, model_checks, verdict
 from backhaul.doctor.check import Check
 from backhaul.doctor.installation import connection_checks
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
+from backhaul.doctor.profile.disturbance import Times, disturbed_share
 from backhaul.doctor.profile.link import LinkProfile
 from backhaul.doctor.profile.measurement import WorkerProfile
+from backhaul.doctor.profile.thread_times import ThreadTimes
 from backhaul_runtime.replay.schedule import Footprint
 from backhaul_runtime.version import version
 from backhaul_server.commands import certificates
 from support.processes import WorkerProcess
 
 ORDER = ["share", "speed", "segment length", "worker memory", "recording", "weights", "alternative"]
-CONNECTION = ["installation", "worker", "versions", "numerics", "encryption", "link", "memory"]
+CONNECTION = ["installation", "machine", "worker", "versions", "numerics", "encryption", "link", "memory"]
 GIB = 1 << 30
 GBIT = 1e9 / 8
 
@@ -46,8 +48,10 @@ def test_a_model_that_travels(
 ) -> None:
     path = tmp_path / "checks.json"
     name = f"support.example_models:{model}"
-    code, said, _ = run(capsys, "--worker", worker.address, "--model", name, "--json", str(path))
+    code, said, progress = run(capsys, "--worker", worker.address, "--model", name, "--json", str(path))
     assert (code, "No check failed." in said) == (0, True)
+    assert said.splitlines()[-1].startswith("Verdict: with ")
+    assert f"measuring segments of 1 of 4 layers on worker {worker.address} ...\n" in progress
     checks = json.loads(path.read_text())["checks"]
     assert [check["name"] for check in checks] == CONNECTION + ORDER
     assert checks[len(CONNECTION)]["values"]["share"] == 1.0
@@ -72,7 +76,7 @@ def test_the_library_that_blocks_segments_is_named(
     assert exit_code == code
     assert f"share: {share} segments run on the worker" in said
     assert "the custom autograd function Scale of support (a worker with --allow support.example_models:Scale" in said
-    assert ("1 of 8 checks failed: share." in said) == bool(code)
+    assert ("1 of 9 checks failed: share." in said) == bool(code)
 
 
 @pytest.mark.parametrize(
@@ -237,6 +241,51 @@ def test_graphs_are_recommended_if_they_cost_less_than_recording() -> None:
     assert advice(0.002).values["graphs_s"] == 0.002
     assert "graphs" not in advice(0.019).todo
     assert "graphs" not in advice(0.002, remote=0).todo
+
+
+@pytest.mark.parametrize(
+    ("record_s", "disturbed", "said"),
+    [
+        (
+            0.001,
+            0.0,
+            "so this worker pays. The trainer would keep 9 MiB of the layers' activations, and 136 MiB without",
+        ),
+        (0.1, 0.0, "so this worker does not pay."),
+        (0.001, 0.2, "The machine was busy, so this is a guess."),
+    ],
+)
+def test_the_verdict_names_time_and_memory(record_s: float, disturbed: float, said: str) -> None:
+    worker = replace(WORKER, segment_times=(replace(TIMES, record_s=record_s),))
+    text = verdict(PLAIN, [machine_check(disturbed), *model_checks(PLAIN, worker, AROUND)])
+    assert said in text
+    assert ("guess" in text) == (disturbed > 0)
+
+
+def test_a_model_that_stays_has_a_verdict() -> None:
+    stays = replace(WORKER, segment_times=(replace(TIMES, remote=0, reasons={"a custom function": 8}),))
+    assert "no segment of this model runs" in verdict(PLAIN, [machine_check(0.0), *model_checks(PLAIN, stays, AROUND)])
+
+
+def test_other_programs_are_a_note() -> None:
+    check = machine_check(0.23)
+    assert (check.state, "23%" in check.text) == ("note", True)
+    assert machine_check(0.04).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "delayed_s", "share"),
+    [
+        (10.0, 2.5, 0.2),  # others ran for 10 seconds without our 10, so they may have delayed us all that time
+        (1.0, 2.5, 0.08),  # they ran for one second, so our own threads were the others
+        (0.0, 2.5, 0.0),
+        (10.0, 0.0, 0.0),
+    ],
+)
+def test_only_others_disturb_a_measurement(busy_s: float, delayed_s: float, share: float) -> None:
+    before = Times(100.0, {1: {1: ThreadTimes(5.0, 1.0)}})
+    after = Times(100.0 + 10.0 + busy_s, {1: {1: ThreadTimes(15.0, 1.0 + delayed_s)}})
+    assert disturbed_share(before, after) == pytest.approx(share)
 
 
 def test_a_fast_link_to_the_host_is_better() -> None:

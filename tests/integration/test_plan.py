@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import backhaul
 from backhaul._cli.main import main
@@ -67,6 +68,7 @@ def test_what_cannot_be_planned_is_explained(
 
 
 def test_a_session_trains_by_its_plan(worker: WorkerProcess, output: Path) -> None:
+    from backhaul.doctor.profile.target import Target
     from backhaul_lab.plan import text
     from backhaul_lab.plan.candidates import Candidate
     from backhaul_lab.plan.memory import Peak
@@ -78,7 +80,9 @@ def test_a_session_trains_by_its_plan(worker: WorkerProcess, output: Path) -> No
     plan = PredictedPlan(candidate, 0.25, Peak(1 << 20, 2 << 20, 3 << 20))
     text.write(output, plan, {"model": MODEL, "micro_batches": 2}, 1 << 10)
     assert tomllib.loads(output.read_text())["prediction"]["peak_bytes"] == (1 << 20) + (1 << 10)
-    assert "session.accumulate()" in text.advice(plan, output)
+    said = text.advice(plan, output, Target("mine:example", Layer(8), lambda: torch.zeros(()), (Layer,)))
+    assert "session.accumulate()" in said
+    assert "session.wrap(model, Layer)" in said
     model, x = plain(layers=5)
     with backhaul.connect(plan=output, settings=backhaul.Settings(silence_s=240)) as session:
         assert (session.workers, session.config.local) == (worker.address, "keep")

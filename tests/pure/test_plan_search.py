@@ -11,8 +11,10 @@ from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
 from backhaul_lab.plan.candidates import Candidate, candidates, lengths
 from backhaul_lab.plan.memory import peak_of
 from backhaul_lab.plan.search import PredictedPlan, predict_plan, search
+from backhaul_lab.plan.text import leanest, memory_text
 from backhaul_lab.plan.workers import PlannedWorker
 from backhaul_lab.simulate.layer_costs import LayerCosts
+from backhaul_runtime.process.units import size_text
 from backhaul_runtime.replay.schedule import Footprint
 
 MIB = 1 << 20
@@ -150,3 +152,17 @@ def test_every_plan_has_finite_values(layers: int, speed: float, micro_batches: 
         assert plan.step_s >= micro_batches * layers * costs.plain.forward_s * (1 - 1e-9)
         assert 0 < plan.peak.trainer_bytes < PLENTY
         assert str(plan.candidate)
+
+
+def test_the_memory_of_a_plan_is_set_beside_that_without_checkpointing_and_the_least() -> None:
+    candidate = Candidate("blocking", 4, workers=(EQUAL,))
+    plans = [predict_plan(FREE, one, 1) for one in (Candidate("plain"), Candidate("torch"), candidate)]
+    alone, torchs, chosen = plans
+    assert leanest(plans) is torchs  # the other one needs more if its worker is lost
+    assert memory_text(plans, torchs, 0.0).endswith("No plan takes less.")
+    assert "less than without checkpointing" in memory_text(plans, chosen, 0.0)
+    assert "The leanest plan, " in memory_text(plans, alone, 0.0)
+    more = replace(torchs, peak=replace(alone.peak, trainer_bytes=alone.peak.trainer_bytes + 242 * MIB))
+    assert f", 242 MiB more than without checkpointing ({size_text(alone.peak.trainer_bytes)})" in memory_text(
+        plans, more, 0.0
+    )

@@ -3,16 +3,19 @@
 The order of the checks is that in which a user needs the answers: without segments that travel nothing else matters.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
 from backhaul import _arithmetic as arithmetic
 from backhaul.doctor.check import Check, State
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
+from backhaul.doctor.profile.disturbance import NOISY
 from backhaul.doctor.profile.measurement import WorkerProfile
 from backhaul_runtime.process.units import size_text
 
+WAYS = ("loss.backward()", "accumulation blocks")
+"""The ways to train with a worker."""
 ENOUGH_SHARE = 0.9
 """A smaller share of segments that travel is worth a note."""
 MUCH_RECORDING = 0.5
@@ -51,6 +54,42 @@ def model_checks(plain: PlainProfile, worker: WorkerProfile, around: Surrounding
         _tokens(worker, plain),
         _alternative(worker, plain, around),
     ]
+
+
+def machine_check(disturbed: float) -> Check:
+    """Says whether other programs disturbed the measurement.
+
+    Args:
+        disturbed: The share of the time in which other programs had the core of a computing thread, from 0 to 1.
+    """
+    values = {"disturbed": disturbed}
+    if disturbed <= NOISY:
+        return Check("machine", "ok", "other programs did not disturb the measurement.", values=values)
+    text = f"other programs had the cores that were measured for {disturbed:.0%} of the time."
+    return Check("machine", "note", text, "Durations may be wrong: measure again when the machine is idle.", values)
+
+
+def verdict(plain: PlainProfile, checks: Sequence[Check]) -> str:
+    """Returns what the checks of a model with a worker mean, in a sentence or two.
+
+    Args:
+        plain: What the model costs on the trainer alone.
+        checks: The checks of `model_checks`, and of `machine_check`.
+    """
+    by_name = {check.name: check for check in checks}
+    if "alternative" not in by_name:
+        return "Verdict: no segment of this model runs on the worker, so it would not change anything."
+    ratios = by_name["alternative"].values["ratios"]
+    ways = {name: ratio for name, ratio in ratios.items() if name in WAYS}
+    best = min(ways, key=lambda name: ways[name])
+    boundaries_bytes, saved_bytes = (plain.layers + 1) * plain.boundary_bytes, plain.layers * plain.saved_bytes
+    doubt = " The machine was busy, so this is a guess." if by_name["machine"].state == "note" else ""
+    pays = "so this worker pays" if ways[best] < 1 else "so this worker does not pay"
+    return (
+        f"Verdict: with {best}, steps are predicted to take {ways[best]:.2f} times as long as with torch's checkpoint, "
+        f"{pays}. The trainer would keep {size_text(boundaries_bytes)} of the layers' activations, and "
+        f"{size_text(saved_bytes)} without checkpointing.{doubt}"
+    )
 
 
 def _share(times: SegmentTimes) -> Check:
@@ -173,14 +212,14 @@ def _alternative(worker: WorkerProfile, plain: PlainProfile, around: Surrounding
     speed, times = worker.speed(plain), worker.segment_times[-1]
     record = times.record_s * times.segments / plain.layers / plain.forward_s
     ratios = {
-        "loss.backward()": arithmetic.blocking_ratio(speed, plain.backward, record) if speed else 1.0,
-        "accumulation blocks": arithmetic.deferred_ratio(speed, plain.backward, record) if speed else 1.0,
+        WAYS[0]: arithmetic.blocking_ratio(speed, plain.backward, record) if speed else 1.0,
+        WAYS[1]: arithmetic.deferred_ratio(speed, plain.backward, record) if speed else 1.0,
     }
     best = min(ratios, key=lambda name: ratios[name])
     others = dict(_alternatives(worker, plain, around, speed))
     text = (
-        f"a step takes at least {ratios['loss.backward()']:.2f} times as long as with torch's checkpoint with "
-        f"loss.backward(), and {ratios['accumulation blocks']:.2f} times with accumulation blocks."
+        f"a step is predicted to take {ratios[WAYS[0]]:.2f} times as long as with torch's checkpoint with {WAYS[0]}, "
+        f"and {ratios[WAYS[1]]:.2f} times with {WAYS[1]}, without what a link adds."
     )
     values = {"ratios": {**ratios, **others}}
     better = min(others, key=lambda name: others[name], default="")

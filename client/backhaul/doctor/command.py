@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from backhaul._cli.environment_options import obstacle_to
 from backhaul.doctor.check import Check, as_json, failed
-from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, target_of
+from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, say_part, target_of
 from backhaul_runtime.errors import AddressError, BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_count
 
@@ -47,12 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"backhaul doctor: --json {arguments.json}: {obstacle}", file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, _interrupt)  # Raises, so that the processes it started are ended.
-    checks = []
+    checks: list[Check] = []
+    verdicts: list[str] = []
     try:
         config = config_of(arguments)
         target = target_of(arguments) if arguments.model else None
         divide_cores(config)
-        for check in _checks(arguments, config, target):
+        for check in _checks(arguments, config, target, verdicts):
             checks.append(check)
             print(check, flush=True)
     except (AddressError, SettingError) as error:
@@ -62,11 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(json.dumps(as_json(checks), indent=2) + "\n")
     names = failed(checks)
     print(f"\n{len(names)} of {len(checks)} checks failed: {', '.join(names)}." if names else "\nNo check failed.")
+    print("\n".join(verdicts or ["Verdict: give --model, and the worker is judged by what a step of the model costs."]))
     return 1 if names else 0
 
 
-def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | None") -> "Iterator[Check]":
-    from backhaul.doctor.advice import model_checks
+def _checks(
+    arguments: argparse.Namespace, config: "Config", target: "Target | None", verdicts: list[str]
+) -> "Iterator[Check]":
+    from backhaul.doctor.advice import machine_check, model_checks, verdict
     from backhaul.doctor.installation import connection_checks, installation, speed_check
     from backhaul.doctor.profile.measurement import measure_model
     from backhaul.doctor.sample import sample
@@ -74,13 +78,16 @@ def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | N
 
     yield installation()
     try:
-        measured = measure_model(target or sample(), config, arguments.rounds, with_graphs=target is not None)
+        measured = measure_model(
+            target or sample(), config, arguments.rounds, with_graphs=target is not None, on_part=say_part
+        )
     except (AddressError, SettingError):
         raise
     except BackhaulError as error:
         todo = "" if config.worker else "Start a worker yourself and name it with --worker."
         yield Check("worker", "failed", error.message, todo)
         return
+    yield (machine := machine_check(measured.disturbed))
     for worker in measured.workers:
         name = worker.address or "on this machine, started for these checks"
         yield Check("worker", "ok", f"a worker answers: {name}.")
@@ -89,7 +96,9 @@ def _checks(arguments: argparse.Namespace, config: "Config", target: "Target | N
             yield speed_check(worker, measured.plain, _SAMPLE)
         else:
             fixed_bytes = measured.plain.model_bytes + _OPTIMIZER_BYTES * measured.plain.trained_parameters
-            yield from model_checks(measured.plain, worker, look(fixed_bytes, target.device))
+            of_model = model_checks(measured.plain, worker, look(fixed_bytes, target.device))
+            yield from of_model
+            verdicts.append(verdict(measured.plain, [machine, *of_model]))
 
 
 def _interrupt(number: int, frame: object) -> None:

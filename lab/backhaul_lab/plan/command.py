@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backhaul._cli.environment_options import obstacle_to
-from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, target_of
+from backhaul.doctor.profile.model_options import add_model_options, config_of, divide_cores, say_part, target_of
 from backhaul_lab.harness.processes import interrupt_on_sigterm
 from backhaul_runtime.errors import BackhaulError, SettingError
 from backhaul_runtime.process.units import parse_amount, parse_count, parse_size, size_text
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> int:
+    from backhaul.doctor.advice import machine_check
     from backhaul.doctor.profile.measurement import measure_model
     from backhaul_lab.plan import text
     from backhaul_lab.plan.search import search
@@ -92,7 +93,7 @@ def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> 
 
     kinds = " and ".join(kind.__name__ for kind in target.kinds)
     print(f"measuring {len(target.layers)} layers of the class {kinds}", flush=True)
-    measured = measure_model(target, config, arguments.rounds)
+    measured = measure_model(target, config, arguments.rounds, on_part=say_part)
     plain, workers = measured.plain, planned_workers(measured)
     fixed_bytes = plain.model_bytes + arguments.optimizer_bytes * plain.trained_parameters
     room_bytes = arguments.budget - fixed_bytes
@@ -104,8 +105,12 @@ def _plan(arguments: argparse.Namespace, config: "Config", target: "Target") -> 
     best, plans = search(costs, workers, arguments.micro_batches, room_bytes)
     print(text.model_text(target.name, plain, fixed_bytes))
     print("\n".join(map(text.worker_text, workers)) + "\n")
-    print(text.table(plans, best, fixed_bytes, room_bytes) + "\n", flush=True)
-    code = _write(arguments, best, plans, plain.layers, fixed_bytes)
+    print(text.table(plans, best, fixed_bytes, room_bytes) + "\n")
+    if best is not None:
+        print(text.memory_text(plans, best, fixed_bytes), flush=True)
+    if (machine := machine_check(measured.disturbed)).state == "note":
+        print(machine)
+    code = _write(arguments, best, plans, target, fixed_bytes)
     written: dict[str, Any] = {"budget_bytes": arguments.budget, "micro_batches": arguments.micro_batches}
     written |= {"plans": [text.as_row(plan, fixed_bytes, room_bytes) for plan in plans]}
     if arguments.json is not None:
@@ -117,14 +122,14 @@ def _write(
     arguments: argparse.Namespace,
     best: "PredictedPlan | None",
     plans: "Sequence[PredictedPlan]",
-    layers: int,
+    target: "Target",
     fixed_bytes: float,
 ) -> int:
     """Writes the best plan, or says why there is none. Returns the exit code."""
     from backhaul_lab.plan import text
 
     if best is None:
-        lowest = min(plans, key=lambda plan: max(plan.peak.trainer_bytes, plan.peak.lost_bytes))
+        lowest = text.leanest(plans)
         need = fixed_bytes + max(lowest.peak.trainer_bytes, lowest.peak.lost_bytes)
         print(
             f"Nothing fits into {size_text(arguments.budget)}. What needs least, {lowest.candidate}, needs "
@@ -136,10 +141,10 @@ def _write(
         return 0
     made_for = {
         "model": arguments.model,
-        "layers": layers,
+        "layers": len(target.layers),
         "budget_bytes": arguments.budget,
         "micro_batches": arguments.micro_batches,
     }
     text.write(arguments.output, best, made_for, fixed_bytes)
-    print(f"Wrote {arguments.output}: {best.candidate}. {text.advice(best, arguments.output)}")
+    print(f"Wrote {arguments.output}: {best.candidate}. {text.advice(best, arguments.output, target)}")
     return 0

@@ -2,13 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backhaul._plan_file import write_plan
 from backhaul.doctor.profile.costs import PlainProfile
 from backhaul_lab.plan.search import PredictedPlan
 from backhaul_lab.plan.workers import PlannedWorker
 from backhaul_runtime.process.units import size_text
+
+if TYPE_CHECKING:
+    from backhaul.doctor.profile.target import Target
 
 _SHOWN = 8
 
@@ -38,7 +41,7 @@ def worker_text(worker: PlannedWorker) -> str:
 def table(plans: Sequence[PredictedPlan], chosen: PredictedPlan | None, fixed_bytes: float, room_bytes: float) -> str:
     """Formats the best plans, those without a worker and the chosen one as a table, the fastest first."""
     fitting = [plan for plan in plans if plan.fits(room_bytes)]
-    shown = {id(plan) for plan in fitting[:_SHOWN]} | {id(chosen)}
+    shown = {id(plan) for plan in fitting[:_SHOWN]} | {id(chosen), id(leanest(plans))}
     for kind in ("plain", "torch", "blocking", "deferred"):
         of_kind = [plan for plan in plans if plan.candidate.kind == kind]
         shown |= {id(plan) for plan in of_kind[:1]}
@@ -56,6 +59,31 @@ def table(plans: Sequence[PredictedPlan], chosen: PredictedPlan | None, fixed_by
             f"{'' if plan.fits(room_bytes) else '  does not fit'}"
         )
     return "\n".join(lines)
+
+
+def leanest(plans: Sequence[PredictedPlan]) -> PredictedPlan:
+    """Returns the plan that takes the least memory of the trainer, also if a worker is lost."""
+    return min(plans, key=lambda plan: max(plan.peak.trainer_bytes, plan.peak.lost_bytes))
+
+
+def memory_text(plans: Sequence[PredictedPlan], chosen: PredictedPlan, fixed_bytes: float) -> str:
+    """Compares the memory of the chosen plan with that without checkpointing, and with that of the leanest plan."""
+
+    def peak_bytes(plan: PredictedPlan) -> float:
+        return fixed_bytes + plan.peak.trainer_bytes
+
+    alone = next(plan for plan in plans if plan.candidate.kind == "plain")
+    more_bytes, lean = peak_bytes(chosen) - peak_bytes(alone), leanest(plans)
+    beside = f"{size_text(abs(more_bytes))} {'more' if more_bytes > 0 else 'less'} than without checkpointing"
+    text = f"The chosen plan takes {size_text(peak_bytes(chosen))}"
+    if chosen is not alone:
+        text += f", {beside} ({size_text(peak_bytes(alone))})"
+    if chosen is lean:
+        return f"{text}. No plan takes less."
+    return (
+        f"{text}. The leanest plan, {lean.candidate}, takes {size_text(peak_bytes(lean))} and {lean.step_s * 1e3:,.0f} "
+        f"ms for a step instead of {chosen.step_s * 1e3:,.0f} ms."
+    )
 
 
 def as_row(plan: PredictedPlan, fixed_bytes: float, room_bytes: float) -> dict[str, Any]:
@@ -94,13 +122,15 @@ def write(path: Path, plan: PredictedPlan, made_for: Mapping[str, Any], fixed_by
     write_plan(path, plan.candidate.settings, {"training": training, "prediction": prediction})
 
 
-def advice(plan: PredictedPlan, path: Path) -> str:
-    """Says what to write in the training program for a plan with a worker."""
+def advice(plan: PredictedPlan, path: Path, target: "Target") -> str:
+    """Says what to write in the training program for a plan with a worker for a model."""
+    names = ", ".join(kind.__name__ for kind in target.kinds)
+    layers = names if len(target.kinds) == 1 else f"({names})"
     lines = [
         "Use it with",
         "",
         f'    session = backhaul.connect(plan="{path}")',
-        "    session.wrap(model, Layer)  # the class of the layers",
+        f"    session.wrap(model, {layers})",
     ]
     if plan.candidate.kind == "deferred":
         lines.append("    with session.accumulate() as step:  # around the micro-batches, with step.backward(loss)")

@@ -1,11 +1,12 @@
 """Measures a model and its workers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from backhaul._config import Config
 from backhaul.doctor.profile.costs import PlainProfile, SegmentTimes
+from backhaul.doctor.profile.disturbance import disturbed_share, times
 from backhaul.doctor.profile.link import LinkMeasurement, LinkProfile
 from backhaul.doctor.profile.observed import ObservedSession
 from backhaul.doctor.profile.plain import ROUNDS, PlainMeasurement
@@ -65,10 +66,12 @@ class ModelMeasurement:
     Attributes:
         plain: What the model costs on the trainer alone.
         workers: The workers, at least one.
+        disturbed: The share of the time in which other programs had the core of a computing thread, from 0 to 1.
     """
 
     plain: PlainProfile
     workers: tuple[WorkerProfile, ...]
+    disturbed: float = 0.0
 
     @property
     def has_free_transport(self) -> bool:
@@ -78,7 +81,12 @@ class ModelMeasurement:
 
 
 def measure_model(
-    target: Target, config: Config, rounds: int = ROUNDS, *, with_graphs: bool = False
+    target: Target,
+    config: Config,
+    rounds: int = ROUNDS,
+    *,
+    with_graphs: bool = False,
+    on_part: Callable[[str], None] = lambda part: None,
 ) -> ModelMeasurement:
     """Measures a model without a worker, and then with each worker by itself.
 
@@ -87,17 +95,22 @@ def measure_model(
         config: The settings of the sessions. `worker` names the workers; empty starts one on this machine.
         rounds: Number of measured steps of each kind.
         with_graphs: Whether segments are also measured with graphs="eager".
+        on_part: Called at the beginning of each part of the measurement, with its name.
 
     Raises:
         BackhaulError: A worker cannot be used.
         SettingError: The model raises an error.
     """
+    before = times()
     plain = PlainMeasurement(target)
+    on_part("the model without a worker")
     with _named(target):
         plain.run(rounds)
     computing = compute_threads()
-    workers = tuple(_measure_worker(one, target, plain, computing, rounds, with_graphs) for one in _each(config))
-    return ModelMeasurement(plain.profile(), workers)
+    workers = tuple(
+        _measure_worker(one, target, plain, computing, rounds, with_graphs, on_part) for one in _each(config)
+    )
+    return ModelMeasurement(plain.profile(), workers, disturbed_share(before, times()))
 
 
 def _measure_worker(
@@ -107,6 +120,7 @@ def _measure_worker(
     computing: frozenset[int],
     rounds: int,
     with_graphs: bool,
+    on_part: Callable[[str], None],
 ) -> WorkerProfile:
     """Measures a worker, and what a segment of a model costs.
 
@@ -117,12 +131,14 @@ def _measure_worker(
         computing: What `compute_threads` returned before the session was opened.
         rounds: Number of measured steps of each length of segments.
         with_graphs: Whether segments of one layer are also measured with graphs="eager".
+        on_part: Called at the beginning of each part of the measurement, with its name.
 
     Raises:
         BackhaulError: The worker cannot be used.
         SettingError: The model raises an error.
     """
-    device = target.device
+    device, where = target.device, f"worker {config.worker}" if config.worker else "a worker on this machine"
+    on_part(f"the link to {where}")
     measured: list[RemoteMeasurement] = []
     with ObservedSession(replace(config, returns="gradients", telemetry=True)) as session:
         worker_session = session._workers[0].connection.up
@@ -132,11 +148,13 @@ def _measure_worker(
         link.run()
         for length in dict.fromkeys((1, max(1, len(target.layers) // 2))):
             measured.append(remote := RemoteMeasurement(target, session, length, computing))
+            on_part(f"segments of {length} of {len(target.layers)} layers on {where}")
             with _named(target):
                 remote.run(rounds)
                 plain.run(rounds)
         graphs = RemoteMeasurement(target, session, 1, computing, "eager") if with_graphs else None
         if graphs is not None:
+            on_part(f'segments of one layer on {where}, with graphs="eager"')
             with _named(target):
                 graphs.run(rounds)
                 plain.run(rounds)

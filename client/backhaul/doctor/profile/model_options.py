@@ -2,10 +2,12 @@
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from backhaul._config import Config, Settings, resolve
 from backhaul._setting import texts_of
+from backhaul_runtime.process.discovery import parse_resolvers
 from backhaul_runtime.process.resources import usable_cores
 
 if TYPE_CHECKING:
@@ -55,8 +57,12 @@ def config_of(arguments: argparse.Namespace) -> Config:
     """Returns the settings of sessions with the workers that the options name.
 
     Raises:
+        AddressError: An address cannot be read.
         SettingError: A setting has an invalid value.
     """
+    if arguments.worker:  # at once: the model is measured before the workers
+        for resolver in parse_resolvers(",".join(arguments.worker)):
+            resolver.close()
     return patient(worker=",".join(arguments.worker) or None, token_file=arguments.token_file, tls=arguments.tls)
 
 
@@ -98,6 +104,12 @@ def divide_cores(config: Config) -> None:
 
     if not config.worker and not torch.cuda.is_available():
         torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // 2)))
+
+
+def say_part(part: str) -> None:
+    """Says on standard error which part of a measurement begins: a measurement takes a minute or more."""
+    sys.stderr.write(f"measuring {part} ...\n")
+    sys.stderr.flush()
 
 
 def _quiet() -> None:
