@@ -14,6 +14,7 @@ from backhaul_lab.harness.rounds import Spread
 NONE, TORCH, BACKHAUL = "without checkpointing", "torch.utils.checkpoint", "Backhaul"
 _EQUAL = 0.02
 """Ratios that differ from 1 by less are called equal."""
+_PAIR = 2
 _MEGABYTE = 1e6
 _OF_TRAINING = ("micro_batches", "segment_layers", "batch", "dtype")
 """Axes that change what a step without Backhaul computes, or how torch's checkpoint divides it."""
@@ -55,13 +56,24 @@ def figures(
     if events:
         charts += [figure for result in results if (figure := _timeline(result, events)) is not None]
     shown = [result for result in results if result.is_measured]
-    for name in varied if shown else ():
+    for name in _along(shown, varied):
         series = _series(shown, AXES[name], varied)
         has_links = any(result.workers_bytes_per_s or result.cell["bandwidth"] for _, row in series for result in row)
         for kind, make in (("carried", _carried), ("step_time", _step_time), ("peak", _peak)):
             if kind in kinds and (kind != "carried" or has_links):
                 charts.append(make(series, AXES[name]))
     return charts
+
+
+def _along(results: Sequence[CellResult], varied: Sequence[str]) -> list[str]:
+    """Returns the axes over which charts are drawn: where there are others, not those of only two values.
+
+    The two values of such an axis are lines of the other charts.
+    """
+    if not results:
+        return []
+    long = [name for name in varied if len({result.cell[name] for result in results}) > _PAIR]
+    return long or list(varied[:1])
 
 
 def positions(axis: Axis, values: Sequence[Value]) -> dict[Value, float]:
@@ -167,6 +179,8 @@ def step_sentence(series: Series, axis: Axis) -> str:
         if not usable:
             continue
         prefix = f"With {name}: " if name else ""
+        if any(result.disturbed for result in usable):
+            prefix += f"{'as' if prefix else 'As'} far as a disturbed measurement shows, "
         texts.append(prefix + _range_sentence(usable, axis, is_first=not prefix))
     bound = [result for _, row in series for result in row if result.is_core_bound]
     if bound:

@@ -17,7 +17,9 @@ body { font: 16px/1.55 system-ui, sans-serif; color: #111827; background: #fff; 
   padding: 0 1rem; }
 h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; } figure { margin: 1rem 0 2rem; }
 figure svg { width: 100%; height: auto; border: 1px solid #e5e7eb; border-radius: 6px; }
-figcaption { margin-top: .5rem; } .scroll { overflow-x: auto; }
+figcaption { margin-top: .5rem; }
+.scroll { overflow-x: auto; margin: 0 calc((100% - min(100vw - 2rem, 1500px)) / 2); }
+@media (max-width: 912px) { .scroll { margin: 0; } }
 table { border-collapse: collapse; font-size: 13px; } th, td { padding: .3rem .5rem; text-align: right;
   border-bottom: 1px solid #e5e7eb; white-space: nowrap; }
   th { white-space: normal; vertical-align: bottom; } th:first-child, td:first-child { text-align: left; }
@@ -70,8 +72,9 @@ def as_html(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{escape(settings['title'])}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{escape(settings['title'])}</h1>",
-        *(f"<p>{escape(text)}</p>" for text in (settings["description"], _HOW) if text),
+        f"<p><strong>{escape(summary(cells))}</strong></p>",
         *(f'<p class="bad"><strong>{escape(text)}</strong></p>' for text in _warnings(cells, visits)),
+        *(f"<p>{escape(text)}</p>" for text in (settings["description"], _HOW) if text),
     ]
     for figure in charts:
         parts.append(f"<h2>{escape(figure.heading)}</h2>")
@@ -100,8 +103,8 @@ def as_markdown(
     """Returns the report as Markdown, with its charts as files beside it."""
     settings = experiment["settings"]
     head, *rows = _table(cells, settings["varied"])
-    parts = [f"# {settings['title']}", *filter(None, (settings["description"], _HOW))]
-    parts += [f"**{text}**" for text in _warnings(cells, visits)]
+    parts = [f"# {settings['title']}", *(f"**{text}**" for text in (summary(cells), *_warnings(cells, visits)))]
+    parts += filter(None, (settings["description"], _HOW))
     for figure in charts:
         image = f"![{figure.chart.title}]({settings['name']}-{figure.key}.svg)"
         parts += [f"## {figure.heading}", image, figure.sentence]
@@ -115,6 +118,27 @@ def as_markdown(
     parts.append("## How it was measured")
     parts.append("\n".join(f"- {key}: {value}" for key, value in _method(experiment, visits)))
     return "\n\n".join(parts) + "\n"
+
+
+def summary(cells: Sequence[CellResult]) -> str:
+    """Returns what the experiment has shown, in a sentence: the time of steps and the memory, over all cells."""
+    ratios = [cell.over_torch.value for cell in cells if cell.over_torch is not None and not cell.is_core_bound]
+    peaks = [cell.peak_bytes for cell in cells if cell.peak_bytes is not None]
+    if not ratios:
+        return "No cell has a measurement of which anything can be concluded."
+    saved = [1 - peak["backhaul"] / peak["none"] for peak in peaks]
+    faster = sum(ratio < 1 for ratio in ratios)
+    text = (
+        f"A step with Backhaul took {_range(ratios, '.2f')} times as long as one with torch.utils.checkpoint, and was "
+        f"faster in {faster} of {len(ratios)} cells; its peak of activations and gradients was {_range(saved, '.0%')} "
+        "below that without checkpointing."
+    )
+    return f"{text} Other programs disturbed it, so this is a hint." if any(cell.disturbed for cell in cells) else text
+
+
+def _range(values: Sequence[float], format_: str) -> str:
+    low, high = format(min(values), format_), format(max(values), format_)
+    return low if low == high else f"{low} to {high}"
 
 
 def _table(cells: Sequence[CellResult], varied: Sequence[str]) -> list[list[str]]:
