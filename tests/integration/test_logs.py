@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import pty
+import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -212,3 +214,28 @@ def test_what_an_embedded_worker_said_last_can_be_read(caplog: pytest.LogCapture
     assert first.__dict__["segment"] == "Block"
     assert (second.levelname, second.getMessage()) == ("DEBUG", "worker: Killed")
     assert third.levelname == "DEBUG"  # it was asked to end
+
+
+TRAINING = """
+import logging, sys
+if "{configured}":
+    logging.basicConfig(format="mine %(message)s")
+from backhaul import connect
+logging.getLogger("backhaul").warning("Worker a:1 was lost.")
+import grpc
+channel = grpc.secure_channel("{address}", grpc.ssl_channel_credentials())
+try:
+    channel.unary_unary("/a/b")(b"", timeout=10)
+except grpc.RpcError:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("configured", "line"), [("", "backhaul: "), ("yes", "mine ")])
+def test_a_training_sees_lines_with_a_prefix_and_none_of_grpc(
+    worker: WorkerProcess, configured: str, line: str
+) -> None:
+    program = TRAINING.format(configured=configured, address=worker.address)  # the worker speaks no TLS: gRPC complains
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stderr == f"{line}Worker a:1 was lost.\n"

@@ -5,8 +5,8 @@ NOTE [Fields]
    session, segment and step where they are known: log calls pass them as `extra=about(...)`.
 2. session is the random id of the trainer's session, which is the same on the trainer and all its workers. It gives no
    access: tokens, and a worker's own id of the session, are never logged.
-3. The library logs to "backhaul" and configures nothing, because a process configures its own logging. The commands'
-   configuration is here.
+3. The library logs to "backhaul" and configures nothing, because a process configures its own logging. If it has not,
+   logging would write warnings as bare messages; here they get a prefix. The commands' configuration is here.
 4. A log call in the code writes at most `MOST_LINES` lines in `INTERVAL_S`. Further lines are counted, and the next
    line of that call says how many were left out. Otherwise a client whose requests are refused could fill the disk.
 """
@@ -170,6 +170,19 @@ class _ToStderr(logging.Handler):
             self.handleError(record)
 
 
+class _Unconfigured(_ToStderr):
+    """Writes warnings with a prefix in a process that has not configured logging (Rule 3)."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.setFormatter(logging.Formatter("backhaul: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line, unless another handler does."""
+        if logging.getLogger("backhaul").handlers == [self] and not logging.getLogger().handlers:
+            super().emit(record)
+
+
 class _Json(logging.Formatter):
     def __init__(self, command: str) -> None:
         super().__init__()
@@ -229,3 +242,6 @@ def _level() -> int:
         names = ", ".join(name.lower() for name, level in levels.items() if level and name not in {"WARN", "FATAL"})
         raise SettingError(f"{LEVEL_VARIABLE}={text!r} is not one of {names}")
     return levels[text.upper()] if text else 0
+
+
+logging.getLogger("backhaul").addHandler(_Unconfigured())
