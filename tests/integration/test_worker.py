@@ -241,3 +241,11 @@ def test_a_server_of_another_kind_is_said_to_be_one() -> None:
         with pytest.raises(ConnectError, match="not a Backhaul worker"):
             backhaul.connect(f"127.0.0.1:{port}", settings=backhaul.Settings(connect_timeout_s=5))
         server.stop(None).wait()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is what the test must not find")
+def test_a_device_that_is_missing_is_named_with_what_to_do() -> None:
+    process = run("worker", "--device", "cuda", "--memory", "1GiB")
+    assert process.returncode == 2
+    assert process.stderr.startswith('backhaul worker: --device "cuda" can\'t be used: torch ')
+    assert process.stderr.endswith("or use --device cpu\n")

@@ -43,6 +43,7 @@ PLAN = ["plan", "--model", "support.example_models:plain"]
         (["worker", "--memroy=1GiB"], "unrecognized arguments: --memroy=1GiB; did you mean --memory?"),
         (["wroker"], "there is no command 'wroker'; did you mean worker?"),
         (["fleet", "upp"], "invalid choice: 'upp'"),
+        (["worker", "--device", "nonsense"], '"nonsense" is no device of a worker: write auto, cpu, cuda or cuda:N'),
         (["worker", "--listen", "0.0.0.0:50077"], "everyone who reaches it could use this worker"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ADDR",
         help="host:port or unix:/path; port 0 takes a free one (default: %(default)s)",
     )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--device", type=_parse_device, default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)"
+    )
     parser.add_argument(
         "--memory",
         type=parse_size,
@@ -157,6 +160,13 @@ def run(arguments: argparse.Namespace) -> int:
     from backhaul_server.worker.main import serve
 
     return serve(config)
+
+
+def _parse_device(text: str) -> str:
+    """Returns the name of a device as it is. Raises ArgumentTypeError for what is none that a worker computes on."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f'"{text}" is no device of a worker: write auto, cpu, cuda or cuda:N')
+    return text
 
 
 def _credentials(arguments: argparse.Namespace) -> Credentials | None:

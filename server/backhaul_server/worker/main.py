@@ -292,16 +292,23 @@ class _Stop:
 
 
 def _device(name: str) -> torch.device:
+    """Returns the device of an option that was parsed. Raises ValueError if it cannot be used, with what to do."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f'--device "{name}" can\'t be used: {str(error).splitlines()[0]}') from None
-    if device.type not in {"cpu", "cuda"}:
-        raise ValueError(f'--device "{name}" can\'t be used: programs run on cpu or cuda')
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f'--device "{name}" can\'t be used: {_why_no_cuda()}, or use --device cpu')
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f'--device "{name}" can\'t be used: this machine has {count} CUDA devices, counted from 0')
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is a build without CUDA. Install one with CUDA"
+    return f"torch {torch.__version__} finds no CUDA device. Check the driver with nvidia-smi"
 
 
 def _memory_bytes(device: torch.device) -> int:
