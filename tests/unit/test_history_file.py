@@ -246,3 +246,8 @@ def test_the_database_of_something_else_is_refused_and_left_alone(tmp_path: Path
         wait_until(lambda: "is the database of another program" in history.error, "it says so")
     assert path.read_bytes() == before
     assert [part.name for part in tmp_path.iterdir()] == ["bookmarks.sqlite3"]
+
+
+def test_the_advice_follows_from_the_error() -> None:
+    with kept("/proc/history.sqlite3") as history:  # no directory may have files there, whatever its permissions
+        wait_until(lambda: history.error.endswith("(No such file or directory): use another file with --store"), "so")

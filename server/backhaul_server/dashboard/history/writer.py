@@ -6,6 +6,7 @@ file was moved away. Nothing in an existing file is renamed or deleted, except r
 """
 
 import asyncio
+import errno
 import logging
 import sqlite3
 import threading
@@ -36,6 +37,11 @@ QUEUED_ROWS = 20_000
 STOP_S = 1.0
 
 _DAY_S = 86_400.0
+_ADVICE = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "change its permissions, or "),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, or "),
+}
+"""What to do about an error of the operating system besides taking another file, by its number."""
 _CAUSES = {
     sqlite3.SQLITE_BUSY: "is locked by another process",
     sqlite3.SQLITE_LOCKED: "is locked by another process",
@@ -235,8 +241,8 @@ class History:
         if isinstance(error, HistoryRefusedError):
             return str(error)
         if isinstance(error, OSError):
-            advice = "change its permissions, or use another file with --store"
-            return f'"{self._path}" cannot be written ({error.strerror}): {advice}'
+            advice = _ADVICE.get(error.errno or 0, "")
+            return f'"{self._path}" cannot be written ({error.strerror}): {advice}use another file with --store'
         cause = _CAUSES.get(_code(error), "cannot be used: move it away, or use another file with --store")
         return f'"{self._path}" {cause} ({error})'
 
