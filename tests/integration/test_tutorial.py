@@ -24,8 +24,8 @@ ENVIRONMENT = {
 
 
 def without_measurements(text: str) -> str:
-    """A text without times and sizes, which differ from run to run."""
-    return re.sub(r"[ (]+[\d.,]+ (ms|MB)", r" \1", text)
+    """A text without times and sizes, and what follows from them, which differ from run to run."""
+    return re.sub(r"(^|[ (]+)[\d.,]+ (ms|[KM]iB)( longer| shorter)?", r" \2", text, flags=re.MULTILINE)
 
 
 @pytest.mark.slow
