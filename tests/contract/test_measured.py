@@ -51,7 +51,7 @@ def test_only_one_page_says_when_something_was_measured(page: Path) -> None:
 def demo() -> Iterator[tuple[dict[str, Any], str, str]]:
     """The variants of the demo's raw file, each with its time and its peak as the pages write them."""
     for variant in json.loads(DEMO.read_text())["variants"]:
-        yield variant, f"{variant['median_step_s'] * 1000:,.0f} ms", f"{variant['peak_bytes'] / 1e6:.1f} MB"
+        yield variant, f"{variant['median_step_s'] * 1000:,.0f} ms", f"{variant['peak_bytes'] / 2**20:.1f} MiB"
 
 
 def test_the_demos_table_has_the_values_of_its_raw_file() -> None:
