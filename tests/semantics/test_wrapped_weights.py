@@ -113,6 +113,36 @@ def test_another_attribute_is_another_graph() -> None:
     assert segment.compilations == 2
 
 
+class Residual(Quantised):
+    """Adds its input to what `linear` returns, differentiably or not: a variable of the class decides."""
+
+    is_detached = False
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        y = super().__torch_function__(function, types, args, kwargs)
+        if function is not F.linear:
+            return y
+        with torch._C.DisableTorchFunctionSubclass():
+            return y + (args[0].detach() if cls.is_detached else args[0])
+
+
+@WAYS
+@pytest.mark.parametrize("check", ["values", "outputs"])
+def test_another_graph_that_no_value_shows_is_noticed(
+    check: str, way: Callable[[Loopback], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, block = Loopback(), adapted()
+    weight: Any = block.base.weight
+    block.base.weight = nn.Parameter(Residual(weight.integers, weight.scale, "int8"), requires_grad=False)
+    checkpoint = functools.partial(way(remote), determinism_check=check)
+    for is_detached in (False, False, False, False, True, True, False):
+        monkeypatch.setattr(Residual, "is_detached", is_detached)
+        assert not differing(step(plainly, block), step(checkpoint, block))
+    (segment,) = remote.report().segments
+    assert segment.fallbacks == (0 if way is recorded else 2), remote.report()
+
+
 @WAYS
 def test_what_a_class_makes_of_an_op_beneath_autograd_stays(way: Callable[[Loopback], Checkpoint]) -> None:
     # Autograd's node is that of the outer op, whose backward only the class can run.

@@ -18,6 +18,7 @@ from backhaul_runtime.tensors.digest import content_digest
 from backhaul_runtime.tensors.layout import Layout, copy_exact, layout_of
 from backhaul_runtime.torch_internals import ambient_state
 from backhaul_runtime.torch_internals.autocast_cache import in_region
+from backhaul_runtime.torch_internals.graph_uses import structure_of
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunctionAndModes, is_view
 from backhaul_runtime.torch_internals.wrapper_tensors import taken_apart, without_function_modes
 
@@ -62,6 +63,8 @@ class KnownSegment:
         uses: Where the graphs of calls take gradients.
         packed_bytes: Bytes that autograd saves and that are not kept.
         compiled: Runs the compiled program on the graph's inputs; None if the graph runs as it is.
+        structure: What the graph of each call must be, because classes of wrappers decide in each call which ops they
+            run; None if only torch's functions decide.
         layouts: The layouts of the program's sources.
         need_bytes: The bytes that a worker needs for the program.
     """
@@ -74,6 +77,7 @@ class KnownSegment:
     uses: KnownUses
     packed_bytes: int
     compiled: Callable[..., Any] | None = None
+    structure: Hashable = None
     layouts: Sequence[Layout] = field(init=False)
     need_bytes: int = field(init=False)
     _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
@@ -223,7 +227,12 @@ class CapturedGraph:
         """
 
         def segment() -> KnownSegment:
-            return _known_segment(kind, inputs, ended, packed_bytes, self.values_read)
+            made = _known_segment(kind, inputs, ended, packed_bytes, self.values_read)
+            if not self.wrappers or ended.grafted is None:
+                return made
+            graph_uses, outputs, *_ = ended.grafted
+            sources = graph_uses.tensors[: len(made.known.inputs)]
+            return replace(made, structure=structure_of(outputs, sources))
 
         reason = self.note(kind, segment)
         learned = self.learned(kind)

@@ -20,6 +20,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.record.known_program import KnownCall
 from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.stopwatch import device_of_work
+from backhaul_runtime.torch_internals.graph_uses import structure_of
 from backhaul_runtime.torch_internals.private import (
     DisableTorchDispatch,
     edge_of,
@@ -68,7 +69,7 @@ class BegunKnownCall:
                 self._arguments,
                 dispatcher.copies.copy_of,
                 dispatcher.fixed,
-                compares_outputs=options.compares_outputs,
+                compares_outputs=options.compares_outputs and segment.structure is None,
             )
         recording = self._known.recording
         self.call = CheckpointedCall(
@@ -161,6 +162,8 @@ class BegunKnownCall:
         if pattern_of(returned, self._inputs) != segment.returned:
             raise Refusal("it returned the same tensors at other places than the recorded call of the same kind")
         self._known.note_returned(outputs)
+        if segment.structure is not None and structure_of(outputs, self._sources) != segment.structure:
+            raise Refusal("the class of a tensor that it takes has run other ops than in the recorded call")
         graph, casts = segment.uses.of_call(outputs, self._sources, self._first_sequence)
         lineage = lineage_of(self._dispatcher, call, self._program)
         note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)

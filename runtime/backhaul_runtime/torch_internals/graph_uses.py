@@ -5,12 +5,14 @@ by one, last use first. So a segment returns one contribution per use in that or
 order as without it. A use is an edge of the graph: from a node of the call to the node of a source.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from backhaul_runtime.errors import Refusal
@@ -194,6 +196,29 @@ def find_casts(
             elif number is not None and is_cast:
                 casts.setdefault(number, []).append((node, 0))
     return casts
+
+
+def structure_of(outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """Returns what the graph of a call is: equal for graphs with the same nodes and edges.
+
+    Args:
+        outputs: Differentiable outputs of the call.
+        sources: The sources of the call, at which its graph ends.
+    """
+    ends: dict[Any, int]
+    with torch.enable_grad():
+        ends = {get_gradient_edge(t)[:2]: index for index, t in enumerate(sources) if t.requires_grad}
+    numbers: dict[Node | None, int] = {None: 0}
+    reached = list[tuple[str, list[Any]]]()
+    stack = [output.grad_fn for output in outputs]
+    for node in _each_once(stack):
+        numbers[node] = len(numbers)
+        edges = [ends.get(edge, edge) for edge in node.next_functions]
+        stack += [edge[0] for edge in edges if not isinstance(edge, int)]
+        reached.append((name_of(node), edges))
+    starts = [(numbers[output.grad_fn], output.output_nr) for output in outputs]
+    nodes = [(name, *[e if isinstance(e, int) else (numbers[e[0]], e[1]) for e in edges]) for name, edges in reached]
+    return (*starts, *nodes)
 
 
 def leaf_nodes(outputs: Sequence[Tensor], first_sequence: int) -> list[Node]:
