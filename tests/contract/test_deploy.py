@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from backhaul_runtime.version import version
 from backhaul_server.worker.config import DRAIN_S, END_S
 from support.commands import parse
 
@@ -122,6 +123,28 @@ def test_files_in_commands_are_mounted(container: dict[str, Any]) -> None:
     paths = [argument.partition("=")[2] for argument in container["args"] if "=/" in argument]
     assert paths
     assert [path for path in paths if not any(path == mount or path.startswith(f"{mount}/") for mount in mounts)] == []
+
+
+@pytest.mark.parametrize("file", KUSTOMIZATIONS, ids=lambda file: file.parent.name)
+def test_images_have_tags_of_a_version(file: Path) -> None:
+    (kustomization,) = documents(file)
+    assert all(image["newTag"].partition("-")[0] == version() for image in kustomization.get("images", []))
+
+
+def test_a_worker_has_the_memory_that_the_pages_demand() -> None:
+    """Half a gigabyte and a tenth of the budget beside it, see "Capacity" in docs/production.md, and /tmp."""
+    (container,) = BY_NAME["StatefulSet backhaul-worker"]["spec"]["template"]["spec"]["containers"]
+    budget_gib = int(next(text for text in container["args"] if text.startswith("--memory=")).partition("=")[2][:-3])
+    limit = container["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    assert int(limit[:-2]) >= 1.1 * budget_gib + 1
+
+
+def test_probes_that_start_a_process_have_the_time_for_it() -> None:
+    (worker,) = BY_NAME["StatefulSet backhaul-worker"]["spec"]["template"]["spec"]["containers"]
+    probes = [worker[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
+    assert all(probe["timeoutSeconds"] >= 10 for probe in probes)
+    assert worker["readinessProbe"]["periodSeconds"] > worker["readinessProbe"]["timeoutSeconds"]
 
 
 def test_a_worker_has_the_time_that_it_takes_to_drain() -> None:
