@@ -1,6 +1,7 @@
 """What trackers of experiments get, and what a session and the package say of themselves."""
 
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -12,6 +13,18 @@ from support.processes import WorkerProcess
 
 COUNTS = {"backhaul/fallbacks", "backhaul/rechecks", "backhaul/up_bytes", "backhaul/down_bytes"}
 OF_STEPS = {"backhaul/added_s_per_step", "backhaul/spared_s_per_step", "backhaul/saved_bytes"}
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
 
 
 def train(session: Session, steps: int) -> None:
@@ -78,3 +91,12 @@ def test_a_block_without_a_share_of_the_trainer_has_no_speed_up() -> None:
         "  trainer: 0 of 6 segments, 0.0 ms each",
         "  gpu-2:50051: 6 of 6 segments, 100.0 ms each",
     ]
+
+
+def test_reasons_are_followed_by_the_sections_that_say_what_to_do(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, settings=QUIET) as session:
+        train(session, 1)
+        assert "what to do" not in str(session.report())
+        y = session.checkpoint(Square.apply, torch.ones(2, requires_grad=True))
+        y.sum().backward()
+        assert "\nwhat to do: docs/on-the-trainer.md#kept-on-the-trainer\n" in str(session.report())

@@ -308,16 +308,21 @@ class Report:
             )
             lines += _notes(segment)
             for where, reasons in (
-                ("on the trainer", segment.reasons),
-                ("kept on the trainer", segment.kept),
-                ("as activations", segment.inside),
-                ("not deferred", segment.blocked),
+                *_explained(segment).items(),
                 ("recorded", segment.recorded),
                 ("compiled again", segment.recompiled),
                 ("not rechecked", segment.not_rechecked),
                 ("not given away whole", segment.not_whole),
             ):
                 lines += [f"  {count} {where}: {reason}" for reason, count in reasons.items()]
+        sections = dict.fromkeys(
+            where.replace(" ", "-")
+            for segment in self.segments
+            for where, reasons in _explained(segment).items()
+            if reasons.keys() - {TRAINERS_SHARE}
+        )
+        if sections:
+            lines.append(f"what to do: {', '.join(f'docs/on-the-trainer.md#{section}' for section in sections)}")
         if self.spared_bytes:
             lines.append(
                 f"differences of parameters have spared {size_text(self.spared_bytes)} of uploads; copies take "
@@ -354,3 +359,13 @@ def _notes(segment: SegmentReport) -> list[str]:
             f"got {segment.programs} different {'program' if segment.programs == 1 else 'programs'}"
         )
     return lines
+
+
+def _explained(segment: SegmentReport) -> dict[str, dict[str, int]]:
+    """Returns the reasons of which each kind has a section in docs/on-the-trainer.md."""
+    return {
+        "on the trainer": segment.reasons,
+        "kept on the trainer": segment.kept,
+        "as activations": segment.inside,
+        "not deferred": segment.blocked,
+    }
