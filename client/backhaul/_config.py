@@ -144,6 +144,16 @@ class Settings:
     notes: str = setting("", no_longer_than(MAX_NOTES))
     """Notes on the run for dashboards, at most 2,000 characters."""
 
+    evidence: str | PathLike[str] = setting("")
+    """Directory to which a share of the steps is written with all that is needed to compute them again, for
+    `backhaul verify`; empty for none. It must be missing, empty, or from an earlier session. See docs/verify.md."""
+
+    evidence_share: float = setting(0.01, share)
+    """Share of the steps that `evidence` records, from 0 to 1: the first step, and then evenly."""
+
+    evidence_bytes: int = setting(4 << 30, positive)
+    """The most bytes that the files of `evidence` may have together. The recording ends before it would exceed them."""
+
     traces: bool = setting(False, has_opentelemetry)
     """Create OpenTelemetry spans of steps and segments, for the SDK that the training program configures. Needs
     `pip install 'backhaul[otel]'`."""

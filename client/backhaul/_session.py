@@ -33,6 +33,7 @@ from backhaul._config import DESCRIPTIVE, LOCALS, SECRETS, Config, Local
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.roster import Roster
 from backhaul._dispatch.worker_handle import WorkerHandle
+from backhaul._evidence.evidence import Evidence
 from backhaul._forward.graphs import Graphs, keep_own_code_out
 from backhaul._forward.whole_call import WholeCalls
 from backhaul._observe.journal import Journal
@@ -82,7 +83,8 @@ class Session:
         CredentialError: A worker rejected the token, or requires one.
         LimitError: Under `strict`: a worker accepts no further session. BudgetError if its memory is the reason.
         ProtocolVersionError: A worker speaks another protocol version.
-        SettingError: A token file cannot be read, or the number of token files does not match the workers.
+        SettingError: A token file cannot be read, the number of token files does not match the workers, or the
+            directory for evidence cannot be used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -101,6 +103,7 @@ class Session:
         self._block: tuple[int, AccumulationBlock] | None = None  # the open block, after the thread that opened it
         self.copies = Copies(self._fetch)
         self._closed = False
+        self._has_explicit_steps = False  # from the first on, optimizers no longer end steps
         self._embedded: EmbeddedWorker | None = None
         events = RunEvents()
         connect_to = partial(
@@ -145,6 +148,10 @@ class Session:
                 self._workers.add(connect_to(self._embedded.ensure, is_embedded=True))
             self._workers.open(dict(zip(resolvers, token_files, strict=True)), strict=config.strict)
             self._warn_if_useless()
+            if config.evidence:
+                self._dispatcher.evidence = Evidence(
+                    str(config.evidence), config.evidence_bytes, config.evidence_share, self.run
+                )
         except BaseException:
             self.close()
             raise
@@ -158,6 +165,7 @@ class Session:
                 lambda: [worker.connection.link() for worker in self._workers],
             )
             self._dispatcher.telemetry.start()
+        if self._dispatcher.telemetry is not None or self._dispatcher.evidence is not None:
             # The hook sees all optimizers of the process. A step in which this session had no call is not reported.
             self._hooks.append(register_optimizer_step_post_hook(self._optimizer_stepped))
         _sessions.add(self)
@@ -289,7 +297,7 @@ class Session:
         return self._dispatcher.journal.report(self._copy_memory.used_bytes, steps)
 
     def step(self, loss: Tensor | float | None = None) -> None:
-        """Reports that a training step has ended. Only dashboards and traces depend on it.
+        """Reports that a training step has ended. Only dashboards, traces and evidence depend on it.
 
         Without this call, each step of an optimizer ends a training step. Call it after the step to report the loss, or
         if a step uses no optimizer or several. From the first call on, optimizers no longer end steps.
@@ -297,8 +305,16 @@ class Session:
         Args:
             loss: A scalar. A tensor is read later by another thread, so it must not be changed in place.
         """
-        if self.telemetry is not None and not self._closed:
+        self._has_explicit_steps = True
+        self._end_step(loss)
+
+    def _end_step(self, loss: Tensor | float | None = None) -> None:
+        if self._closed:
+            return
+        if self.telemetry is not None:
             self.telemetry.step(loss)
+        if self._dispatcher.evidence is not None:
+            self._dispatcher.evidence.step_ended()
 
     @contextmanager
     def accumulate(self, local: Local | None = None) -> Iterator[AccumulationBlock]:
@@ -417,6 +433,8 @@ class Session:
             hook.remove()
         if self.telemetry is not None:
             self.telemetry.close()
+        if self._dispatcher.evidence is not None:
+            self._dispatcher.evidence.close()
         if self._embedded is not None:
             self._embedded.interrupt()
         self._workers.close()
@@ -445,8 +463,8 @@ class Session:
             warn_not_remote(f"every segment will run on the trainer, because no worker computes the same bits: {why}")
 
     def _optimizer_stepped(self, *_: Any) -> None:
-        if self.telemetry is not None and not self._closed:
-            self.telemetry.step(is_explicit=False)
+        if not self._has_explicit_steps:
+            self._end_step()
 
     def _fetch(self, address: bytes) -> Tensor | None:
         """Fetches a tensor by address from a worker that still stores it. Returns None if there is none."""
@@ -502,6 +520,7 @@ class Session:
 
     def _forked(self) -> None:
         self._closed = True
+        self._dispatcher.evidence = None
         self._dispatcher.journal = Journal(self.run)  # threads of the parent may have held the locks of the old one
         if self.telemetry is not None:
             self.telemetry.forked()

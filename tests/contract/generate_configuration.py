@@ -6,6 +6,7 @@
 import argparse
 import re
 import textwrap
+import tomllib
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, get_args
 
 from backhaul import _config
 from backhaul._cli.environment_options import options_of
-from backhaul._cli.registry import build
+from backhaul._cli.registry import GROUP, build
 from backhaul._config import ARGUMENTS, RARE, Config, Settings
 from backhaul._setting import default_of, texts_of
 from backhaul_runtime.process.logs import FORMAT_VARIABLE, FORMATS, LEVEL_VARIABLE
@@ -57,8 +58,16 @@ attributes of its records, and configures nothing.
 """
 
 
+def missing_commands() -> list[str]:
+    """The commands of the tree that the environment lacks, because it was installed before the tree had them."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][GROUP]
+    _, commands = build()
+    return sorted(declared.keys() - {name.partition(" ")[0] for name in commands})
+
+
 def page() -> str:
     """The page as it should be."""
+    assert not (missing := missing_commands()), f"this environment was installed without {missing}: run `make`"
     _, commands = build()
     sections = [_INTRODUCTION, _of_settings()]
     for name, command in commands.items():

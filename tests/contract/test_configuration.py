@@ -10,7 +10,11 @@ import pytest
 import backhaul
 from backhaul._cli.typos import variables_of_commands, variables_of_sessions
 from backhaul._config import ARGUMENTS, Config, Settings
-from contract.generate_configuration import API, PAGE, api, page
+from contract.generate_configuration import API, PAGE, api, missing_commands, page
+
+pytestmark = pytest.mark.skipif(
+    bool(missing_commands()), reason="the environment lacks commands of the tree: run `make`"
+)
 
 
 def test_the_page_is_what_make_docs_writes() -> None:

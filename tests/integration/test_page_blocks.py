@@ -44,8 +44,9 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def names(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def names(worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The names that blocks of a training loop use without defining them."""
+    monkeypatch.chdir(tmp_path)
     import backhaul
 
     monkeypatch.setenv("BACKHAUL_WORKER", worker.address)

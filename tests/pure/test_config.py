@@ -12,7 +12,14 @@ from backhaul._plan_file import write_plan
 from backhaul._setting import default_of, texts_of
 from backhaul_runtime.process.settings import variable_of
 
-OTHERS: dict[str, Any] = {"silence_s": 7.0, "tags": ("a", "b"), "traces": False, "notes": "more"}
+OTHERS: dict[str, Any] = {
+    "silence_s": 7.0,
+    "tags": ("a", "b"),
+    "traces": False,
+    "notes": "more",
+    "evidence": "folder",
+    "evidence_share": 0.5,
+}
 """Values of some fields. Others are one above their default, or the opposite, or the last choice."""
 
 

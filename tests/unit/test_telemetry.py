@@ -128,18 +128,6 @@ def test_a_call_that_keeps_activations_is_kept_whoever_recomputes_what_comes_bef
     assert (step.on_trainer, step.fallbacks) == (1, 0)
 
 
-def test_once_the_loop_tells_its_steps_those_of_optimizers_do_not_count() -> None:
-    reporter = Reporter()
-    reporter.call()
-    reporter.telemetry.step(is_explicit=False)
-    reporter.call()
-    reporter.telemetry.step(2.0)
-    reporter.call()
-    reporter.telemetry.step(is_explicit=False)
-    reporter.close()
-    assert [(step.number, step.HasField("loss")) for step in reporter.steps] == [(0, False), (1, True)]
-
-
 def test_a_step_without_calls_is_none() -> None:
     reporter = Reporter()
     reporter.telemetry.step()

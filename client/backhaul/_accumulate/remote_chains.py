@@ -156,14 +156,13 @@ class RemoteChains:
         remote = frame.remote
         is_unseen = frame.call.recording.is_unseen
         rechecks = None if remote is None or is_unseen else remote.rechecks
+        may_keep = rechecks is None and frame.evidence is None  # else somebody has to see single gradients
         may_stay = {
             due[index]: leaves[target]
             for index, target in segment.contributions
-            if rechecks is None
-            and target in leaves
-            and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
+            if may_keep and target in leaves and self._gradients.may_stay(leaves[target], uploader, micro_batch.number)
         }
-        following = self._following(micro_batch, segment) if rechecks is None else None
+        following = self._following(micro_batch, segment) if may_keep else None
         summed = only_contributions(micro_batch, segment, due)
         unsent = {due[index] for index, target in segment.contributions if target == following} & summed
         answer = frame.remote_gradients(
@@ -183,6 +182,7 @@ class RemoteChains:
             if self._unseen_rechecks is not None and self._unseen_rechecks.draws():
                 again = partial(frame.local_backward.repeats_unseen, remote, self._unseen_rechecks)
                 micro_batch.drawn.append(partial(again, {0: gradient}, answer.addresses, answer.outputs))
+        frame.note_evidence(gradients, micro_batch.state, answer.contributions, summed, remote)
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}
         frame.call.log.add(Decision.GRADIENTS, 0.0)  # nothing waited

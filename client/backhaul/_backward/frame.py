@@ -24,6 +24,7 @@ from backhaul._backward.local_backward import LocalBackward, check_arrived
 from backhaul._backward.remote_side import RemoteSegment, SavedTensorStream, StoredGradient
 from backhaul._backward.sole_consumers import SoleConsumers
 from backhaul._backward.value_check import CheckpointError, Recomputed, check_recomputed
+from backhaul._evidence.evidence import CallEvidence
 from backhaul._observe.report import Decision
 from backhaul._torch_api.selective import MUTATED
 from backhaul_runtime.errors import (
@@ -155,6 +156,7 @@ class Frame:
         remote: The worker's side; None if no worker has the segment.
         local_reason: Why the trainer recomputes the segment; empty if that is not decided.
         is_in_block: Whether an accumulation block runs the backward: a whole one, although it uses `autograd.grad`.
+        evidence: Records the backwards of a graft; None if its step is not recorded.
     """
 
     call: CheckpointedCall
@@ -169,6 +171,7 @@ class Frame:
     remote: RemoteSegment | None = None
     local_reason: str = ""
     is_in_block: bool = False
+    evidence: CallEvidence | None = None
     _first_backward: int | None = field(default=None, init=False)
     _here: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False)
     _digests: dict[int, tuple[int, Digest]] = field(default_factory=dict, init=False)  # of `_here`, with versions
@@ -215,6 +218,7 @@ class Frame:
                 self.lost(error)
             else:
                 self.call.log.add(Decision.GRADIENTS, took)
+                self.note_evidence(gradients, ambient_state.capture(), contributions, summed, remote)
                 return contributions
         if not needs_graph:
             self.call.check_strict(self.local_reason)
@@ -223,7 +227,39 @@ class Frame:
             self.lineage.values(), gradients, self._ways_by_number(ways) if needs_graph else None
         )
         self.call.log.add(Decision.TRAINER, stopwatch.stop())
+        if not needs_graph:
+            self.note_evidence(gradients, ambient_state.capture(), contributions)
+        elif self.evidence is not None:
+            self.evidence.missed(needs_graph)
         return contributions
+
+    def note_evidence(
+        self,
+        gradients: Mapping[int, Tensor | StoredGradient],
+        state: ambient_state.State,
+        contributions: Sequence[Contribution],
+        summed: Collection[int] = (),
+        remote: RemoteSegment | None = None,
+    ) -> None:
+        """Records a backward whose contributions count from now on, if its step is recorded.
+
+        Args:
+            gradients: The gradients of the program's outputs, by the output's position.
+            state: Ambient settings under which backward ran.
+            contributions: What it has returned.
+            summed: The sources whose contributions are added up.
+            remote: The worker's side that has returned them; None if the trainer has computed them.
+        """
+        if self.evidence is None:
+            return
+        assert self.program is not None
+        here = {position: gradient for position, gradient in gradients.items() if isinstance(gradient, Tensor)}
+        if len(here) < len(gradients):
+            self.evidence.missed("its gradient was on the worker alone")
+            return
+        state = ambient_state.as_far_as(state, self.program.ambient_states)
+        worker, is_exact = ("", True) if remote is None else (remote.worker, remote.is_exact)
+        self.evidence.backward(here, state, contributions, summed, worker, has_other_bits=not is_exact)
 
     @property
     def local_backward(self) -> LocalBackward:

@@ -20,6 +20,7 @@ from backhaul._dispatch.placement import Placement, worker_of_whole
 from backhaul._dispatch.prediction import CallSite, CallSites, EncodedProgram, PendingCall
 from backhaul._dispatch.suitability import advice_on, check_suitable, in_words
 from backhaul._dispatch.worker_handle import WorkerHandle
+from backhaul._evidence.evidence import Evidence
 from backhaul._observe.journal import Journal
 from backhaul._observe.report import TRAINERS_SHARE, UNREACHABLE
 from backhaul._observe.telemetry import Telemetry
@@ -59,6 +60,7 @@ class Dispatcher:
     Attributes:
         journal: Counts calls by name.
         telemetry: Reports calls; None if telemetry is off.
+        evidence: Records calls so that they can be verified; None if nothing is recorded.
         copies: The copies of tensors that the trainer keeps.
         rechecks: What the session rechecks; None if it rechecks nothing.
     """
@@ -75,6 +77,7 @@ class Dispatcher:
         self._config = config
         self.journal = journal
         self.telemetry: Telemetry | None = None
+        self.evidence: Evidence | None = None
         self._workers = workers
         self.copies = copies
         self._is_closed = is_closed

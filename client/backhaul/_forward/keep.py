@@ -24,6 +24,7 @@ from backhaul._backward.recipes import mark_given, mark_returned, recipe_of
 from backhaul._backward.remote_side import RemoteSegment
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import PendingCall
+from backhaul._evidence.evidence import CallEvidence
 from backhaul._forward.graft import graft, origin_of
 from backhaul._forward.graft_plan import graft_plan
 from backhaul._forward.graph_cut import GraphUses, find_graph_uses, named
@@ -202,6 +203,7 @@ def _kept_here(ended: EndedCall, refusal: Refusal) -> Frame:
     call = ended.call
     call.check_strict(refusal.reason, refusal.cause)
     call.log.fallback(refusal.reason)
+    evidence_of(ended.dispatcher, call, None, refusal.reason)
     ended.grafted = None
     lineage = lineage_of(ended.dispatcher, call, ended.recorder.call.builder.program())
     return ended.frame(program=lineage.program, lineage=lineage, local_reason=refusal.reason)
@@ -250,7 +252,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
             call.log.kept(decision.reason)
         # Backward can ask for nothing: all that autograd saved is kept by the caller, or has died with its graph.
         if not (program.saved_count and awaited(ended.handles)):
-            return ended.frame(local_reason=_local_reason(decision)), returned[0]
+            return _kept_whole(ended, decision), returned[0]
         del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
     predecessors = predecessors_of(edges, uses) if isinstance(decision, Graft) else []
     remote, local_reason = None, _local_reason(decision)
@@ -263,7 +265,14 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
     lineage = lineage_of(ended.dispatcher, call, program)
     note_sources(lineage, call, sources, edges, is_remote=remote is not None)
-    frame = ended.frame(program=program, lineage=lineage, uses=uses, remote=remote, local_reason=local_reason)
+    frame = ended.frame(
+        program=program,
+        lineage=lineage,
+        uses=uses,
+        remote=remote,
+        local_reason=local_reason,
+        evidence=evidence_of(ended.dispatcher, call, program, _local_reason(decision), uses),
+    )
     if not isinstance(decision, Graft):
         whole = None if call.recording.refusal is not None else recorder.whole(program, outputs)
         if whole is not None:  # a later segment that was lost can then have its source computed again from here
@@ -279,6 +288,27 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     if remote is not None:  # last, because after an error the trainer recomputes from the copies that this drops
         lineage.release()
     return frame, value
+
+
+def _kept_whole(ended: EndedCall, decision: Graft | KeepInside | Local) -> Frame:
+    """Returns the frame of a call of which nothing can have to be recomputed."""
+    if isinstance(decision, Local):
+        evidence_of(ended.dispatcher, ended.call, None, decision.reason)
+    return ended.frame(local_reason=_local_reason(decision))
+
+
+def evidence_of(
+    dispatcher: Dispatcher,
+    call: CheckpointedCall,
+    program: Program | None,
+    why_missing: str = "",
+    uses: Uses = Uses(),  # noqa: B008  it is frozen
+) -> CallEvidence | None:
+    """Records a call that has ended and still has all its sources, if its step is recorded. See `Evidence.call`."""
+    if dispatcher.evidence is None:
+        return None
+    of_graft = list(zip(uses.counts, uses.layouts, strict=True))  # a graft has an output at least
+    return dispatcher.evidence.call(call.name, call.recording, program, why_missing, of_graft or None)
 
 
 def bytes_needed(program: Program, sources: Sequence[Layout]) -> int:

@@ -11,7 +11,15 @@ from backhaul._backward.handles import Handle, HandleTable
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward.captured_graph import GraphCall, KnownSegment, pattern_of
 from backhaul._forward.graft import graft
-from backhaul._forward.keep import lineage_of, note_grafted, note_sources, offer, predecessors_of, versions_of
+from backhaul._forward.keep import (
+    evidence_of,
+    lineage_of,
+    note_grafted,
+    note_sources,
+    offer,
+    predecessors_of,
+    versions_of,
+)
 from backhaul._forward.saved_tensor_hooks import modified
 from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
@@ -135,6 +143,7 @@ class BegunKnownCall:
         call.recording.is_unseen = True
         lineage = lineage_of(self._dispatcher, call, self._program)
         note_sources(lineage, call, self._sources, self._edges, is_remote=True)
+        evidence_of(self._dispatcher, call, None, "it is a whole micro-batch, whose forward only a worker has run")
         frame = self._frame(lineage=lineage, uses=self._segment.uses.of_frame)
         call.log.taken("")
         lineage.release()
@@ -167,7 +176,8 @@ class BegunKnownCall:
         graph, casts = segment.uses.of_call(outputs, self._sources, self._first_sequence)
         lineage = lineage_of(self._dispatcher, call, self._program)
         note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)
-        frame = self._frame(lineage=lineage, uses=segment.uses.of_frame)
+        evidence = evidence_of(self._dispatcher, call, self._program, "", segment.uses.of_frame)
+        frame = self._frame(lineage=lineage, uses=segment.uses.of_frame, evidence=evidence)
         if self._remote is not None:
             call.log.taken("")
         later = sequence_of(outputs[0]) - graph.output_sequence
@@ -197,6 +207,7 @@ class BegunKnownCall:
         """
         self.call.check_strict(refusal.reason, refusal.cause)
         self.call.log.fallback(refusal.reason)
+        evidence_of(self._dispatcher, self.call, None, refusal.reason)
         program = self._segment.known.program if self.call.recording.returned else self._so_far()
         self._remote, self._program, self._local_reason = None, program, refusal.reason
         del self.call.recording.generator_states[self._program.draws :]

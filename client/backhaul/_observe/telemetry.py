@@ -136,7 +136,6 @@ class Telemetry:
         # Guards all counts and queues.
         self._lock = threading.RLock()
         self._now = _Totals(0)
-        self._has_explicit_steps = False
         self._calls: deque[ReportedCall] = deque()
         self._steps: deque[tuple[telemetry_pb2.Step, _Totals, Any, Context | None]] = deque()
         self._unsent: deque[telemetry_pb2.Step] = deque()
@@ -239,18 +238,13 @@ class Telemetry:
         with self._lock:
             self._now.block = block
 
-    def step(self, loss: "Tensor | float | None" = None, *, is_explicit: bool = True) -> None:
+    def step(self, loss: "Tensor | float | None" = None) -> None:
         """Ends a step. A step without calls is not counted.
 
         Args:
             loss: The loss of the step; None if it is unknown.
-            is_explicit: Whether the training loop ends the step. From the first time on, optimizers no longer end
-                steps.
         """
         with self._lock:
-            if self._has_explicit_steps and not is_explicit:
-                return
-            self._has_explicit_steps |= is_explicit
             now = self._now
             if not now.calls:
                 return

@@ -1,0 +1,1 @@
+"""Evidence: what a session writes to a directory so that `backhaul verify` can compute steps again later."""

@@ -1,0 +1,1 @@
+"""`backhaul verify`: computes recorded steps again, and compares."""
