@@ -391,6 +391,17 @@ def test_a_directory_of_something_else_is_refused(
     assert sorted(path.name for path in directory.iterdir() if path.name != "lock") == before
 
 
+def test_the_directory_stays_where_it_was_when_the_session_began(
+    worker: WorkerProcess, directory: Path, verified: Verify, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with recording(worker, Path("evidence")) as session:
+        monkeypatch.chdir(tmp_path / "other")
+        train(session, 1)
+    assert verified().code == 0
+
+
 def test_a_directory_that_can_not_be_made_is_refused(worker: WorkerProcess, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingError, match="can't be used"):

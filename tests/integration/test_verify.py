@@ -270,6 +270,7 @@ def test_pipes_and_names_that_lead_elsewhere_are_not_read(directory: Path, verif
         (lambda call: call.compared.pop(), "tensors to compare, and"),
         (lambda call: call.uses.pop(), "how they are used"),
         (lambda call: setattr(call, "step", 7), "is the file of another place"),
+        (lambda call: setattr(call.compared[1], "digest", b""), "forward has no digest of the tensors [1]"),
         (lambda call: call.generator_states.pop(), "generator states"),
     ],
 )

@@ -65,7 +65,7 @@ class Evidence:
 
     def __init__(self, path: str, limit_bytes: int, share: float, session: str) -> None:
         try:
-            writer = EvidenceWriter(Path(path), limit_bytes)
+            writer = EvidenceWriter(Path(path).absolute(), limit_bytes)
         except (OSError, UnusableError) as error:
             raise SettingError(f"evidence={path!r} can't be used: {error}") from None
         self._share, self._session = share, session

@@ -158,7 +158,7 @@ def _forward_differences(call: StoredCall, again: Recomputation) -> Iterator[Dif
         yield Difference(f"{len(call.compared)} tensors of forward are {len(again.digests)} now")
         return
     for number, (recorded, digest) in enumerate(zip(call.compared, again.digests, strict=True)):
-        if not recorded.digest or recorded.digest != digest:
+        if recorded.digest != digest:
             what = f"saved by {recorded.op}" if recorded.op else "which the call returned"
             yield Difference(f"tensor {number}, {what}, {recorded.description}")
 

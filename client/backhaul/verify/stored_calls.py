@@ -109,6 +109,8 @@ def stored_call(reader: EvidenceReader, name: EvidenceName, message: evidence_pb
         raise UnusableError(
             f"its program computes {expected} tensors to compare, and {len(message.compared)} are there"
         )
+    if without := [number for number, one in enumerate(message.compared) if not one.digest]:
+        raise UnusableError(f"forward has no digest of the tensors {without[:8]}, so they can't be compared")
     if uses is not None and len(uses) != len(program.sources) + len(program.casts) + len(program.outputs):
         raise UnusableError(f"steps/{name} says of {len(uses)} sources, casts and outputs how they are used")
     return StoredCall(
