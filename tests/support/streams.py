@@ -89,6 +89,7 @@ class FakeCuda:
         patch.setattr(staging, "_side_stream", cache(fake.side))
         patch.setattr(staging, "page_locked", lambda size: torch.empty(size, dtype=torch.uint8))
         patch.setattr(Layout, "is_on_accelerator", True)
+        patch.setattr(Layout, "is_dense_on_host", property(lambda layout: False))  # its bytes cannot be read in place
         return fake
 
     def note(self, what: str) -> None:

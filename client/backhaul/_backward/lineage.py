@@ -17,11 +17,12 @@ NOTE [Lineage]
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from backhaul._backward.local_recompute import outputs_here
@@ -106,23 +107,28 @@ class Lineage:
     recipes: "dict[int, Recipe]" = field(default_factory=dict)
     serial: int = field(default_factory=lambda: next(_serials))
 
-    def find_recipes(self, recipe_of: "Callable[[int], Recipe | None]") -> None:
+    def find_recipes(
+        self,
+        edges: Sequence[tuple[int, GradientEdge]],
+        recipe_of: "Callable[[int, GradientEdge], Recipe | None]",
+    ) -> None:
         """Notes the recipes of the copies that `release` may drop.
 
         Args:
-            recipe_of: Returns the recipe of a source, None if it has none.
+            edges: The copies whose tensors have a history, by index, with their graph edges.
+            recipe_of: Returns the recipe of one of these, None if it has none.
         """
         if self.durability == "lineage":
-            for index, source in enumerate(self.recording.sources):
-                recipe = recipe_of(index) if source.is_copy and not source.is_written else None
-                if recipe is not None:
+            for index, edge in edges:
+                if (recipe := recipe_of(index, edge)) is not None:
                     self.recipes[index] = recipe
 
     def release(self) -> None:
         """Drops copies once an uploader has the segment: those with a recipe, or all under durability "none"."""
-        for index, source in enumerate(self.recording.sources):
-            if source.is_copy and (index in self.recipes or self.durability == "none"):
-                source.release()
+        sources = self.recording.sources
+        for index in range(len(sources)) if self.durability == "none" else self.recipes:
+            if sources[index].is_copy:
+                sources[index].release()
 
     def take_back(self) -> None:
         """Keeps sources again that were not sent yet. Call it when the worker is lost."""

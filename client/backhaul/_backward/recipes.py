@@ -56,17 +56,16 @@ def mark_returned(lineage: Lineage, outputs: Sequence[Tensor]) -> None:
         _mark(edge_of(output), Output, lineage, position, output)
 
 
-def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[GradientEdge | None]) -> None:
+def mark_given(lineage: Lineage, tensors: Sequence[Tensor], edges: Sequence[tuple[int, GradientEdge]]) -> None:
     """Marks the nodes of the sources of which a segment took copies.
 
     Args:
         lineage: The lineage of the segment.
         tensors: The caller's object behind each source.
-        edges: The graph edge of each source.
+        edges: These sources by index, with their graph edges.
     """
-    for index, (source, edge) in enumerate(zip(lineage.recording.sources, edges, strict=True)):
-        if edge is not None and source.is_copy and not source.is_written:
-            _mark(edge, Input, lineage, index, tensors[index])
+    for index, edge in edges:
+        _mark(edge, Input, lineage, index, tensors[index])
 
 
 def _mark(edge: GradientEdge, kind: type[Output | Input], lineage: Lineage, number: int, tensor: Tensor) -> None:

@@ -6,6 +6,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ from backhaul_runtime.tensors.staging import device_moments
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch
 
 logger = logging.getLogger("backhaul")
+_FOR_UPLOAD = attrgetter("named", "layout", "retained", "is_copy", "is_transient")  # the attributes of a SourceTensor
 _BACKWARD_FACTOR = 3.0  # a replay, and a backward of twice the cost of a forward
 
 
@@ -242,13 +245,11 @@ class Dispatcher:
         known, superseded = site.learn(
             segment.program, recording, tensors, pending.arguments, pending.fn, pending.encoded
         )
-        frees = frees_parameters()
-        sources = [
-            self._may_be_freed(worker, worker_session, source, tensor)
-            if frees and isinstance(tensor, nn.Parameter) and not source.is_copy  # FSDP frees no copy of the recorder
-            else SourceTensor(source.named, source.layout, source.value, source.is_copy, source.is_transient)
-            for source, tensor in zip(recording.sources, tensors, strict=True)
-        ]
+        sources = list(starmap(SourceTensor, map(_FOR_UPLOAD, recording.sources)))
+        if frees_parameters():
+            for index, (source, tensor) in enumerate(zip(recording.sources, tensors, strict=True)):
+                if isinstance(tensor, nn.Parameter) and not source.is_copy:  # FSDP frees no copy of the recorder
+                    sources[index] = self._may_be_freed(worker, worker_session, source, tensor)
         save = self._save_of(call, worker.connection, worker_session, number, known, sources, recording.states_to_send)
         save.wants_projections, save.compares_outputs = bool(mismatch), recording.returned is not None
         save.superseded = superseded

@@ -11,6 +11,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ class EncodedProgram:
         return cls(program, numbers_in(program), encoded, address_of_program(encoded))
 
 
+_NAMED = attrgetter("named")
 Predicted = tuple[EncodedProgram, list[SourceTensor], list[bytes]]
 """A program, its sources and generator states, as they were predicted."""
 
@@ -91,21 +93,17 @@ class _Origin:
 
 
 class _Seen(NamedTuple):
-    """What a source contained when a call had ended.
+    """What the sources of a call contained when it had ended.
 
     Attributes:
-        place: Where the function captures the tensor; None for an argument, and for a place that is not known.
-        version: The version counter of the tensor.
-        address: The address of its contents.
+        places: Where the function captures each tensor; None for an argument, and for a place that is not known.
+        versions: The version counters of the tensors.
+        addresses: The addresses of their contents.
     """
 
-    place: Place | None
-    version: int
-    address: Digest
-
-    def is_newer(self, other: "_Seen") -> bool:
-        """Whether both are captured at the same place and have different contents."""
-        return self.place == other.place is not None and read(self.address) != read(other.address)
+    places: Sequence[Place | None] = ()
+    versions: Sequence[int] = ()
+    addresses: Sequence[Digest] = ()
 
 
 @dataclass(slots=True)
@@ -124,7 +122,7 @@ class CallSite:
     speculation: SpeculationHistory = field(default_factory=SpeculationHistory)
     forward: Duration | None = None
     _origins: list[_Origin] = field(default_factory=list)
-    _seen: list[_Seen] = field(default_factory=list)
+    _seen: _Seen = field(default_factory=_Seen)
     _is_steady: bool = False
     _trusts_versions: bool = True
     # Guards what is known of the last call, because several threads may call one module.
@@ -165,10 +163,8 @@ class CallSite:
                 origins = self._origins_of(recording, tensors, arguments, fn)
                 # A site where every call differs is not worth the work.
                 is_steady = before is last and all(map(_Origin.is_same, origins, self._origins))
-            seen = [
-                _Seen(origin.place, version_of(tensor), source.named)
-                for origin, tensor, source in zip(origins, tensors, recording.sources, strict=True)
-            ]
+            places = self._seen.places if origins is self._origins else [origin.place for origin in origins]
+            seen = _Seen(places, list(map(version_of, tensors)), list(map(_NAMED, recording.sources)))
             superseded = functools.partial(self._superseded, self._seen, seen, is_steady)
             # No call between these: Ctrl-C leaves all of them as they were, or none.
             self.last, self._origins, self._seen = last, origins, seen
@@ -197,14 +193,18 @@ class CallSite:
             return last.place  # None if the last call has searched for it in vain
         return place_of(fn, tensor)
 
-    def _superseded(self, before: Sequence[_Seen], now: Sequence[_Seen], is_steady: bool) -> list[bytes]:
-        changed = [(new, old) for new, old in zip(now, before, strict=is_steady) if new.is_newer(old)]
+    def _superseded(self, before: _Seen, now: _Seen, is_steady: bool) -> list[bytes]:
+        changed = [  # captured at the same place, with other contents
+            (new_version == old_version, old)
+            for new_place, new_version, new, old_place, old_version, old in zip(*now, *before, strict=is_steady)
+            if new_place == old_place is not None and new != old and read(new) != read(old)
+        ]
         if not changed:
             return []
-        if is_steady and any(new.version == old.version for new, old in changed):
+        if is_steady and any(is_same_version for is_same_version, _ in changed):
             self._trusts_versions = False  # fused optimizers write without changing the counter
-        named = {read(source.address) for source in now}
-        return [address for _, old in changed if (address := read(old.address)) not in named]
+        named = set(map(read, now.addresses))
+        return [address for _, old in changed if (address := read(old)) not in named]
 
     def predict(self, arguments: Sequence[Tensor], make_copy: MakeCopy, fn: Callable[..., Any]) -> "Predicted | None":
         """Predicts the call that begins now. Returns None if nothing is known.
@@ -218,7 +218,8 @@ class CallSite:
             if self.last is None or not self._is_steady:  # a call that changes would be predicted in vain
                 return None
             program, sources = self.last.program, []
-            for origin, seen, wanted in zip(self._origins, self._seen, program.sources, strict=True):
+            seen = zip(self._seen.versions, self._seen.addresses, strict=True)
+            for origin, (version, known), wanted in zip(self._origins, seen, program.sources, strict=True):
                 tensor = origin.find(arguments, fn)
                 if tensor is None or may_be_freed(tensor):  # it may have no contents before the function runs
                     return None
@@ -239,8 +240,8 @@ class CallSite:
                     address = tensor_address(now, content_digest(tensor, now))
                     value = make_copy(tensor, now, address)
                 # Unchanged since it was read, so reading it again would only cost time.
-                elif self._trusts_versions and seen.version == version_of(tensor) and now == origin.layout:
-                    address = seen.address
+                elif self._trusts_versions and version == version_of(tensor) and now == origin.layout:
+                    address = known
                 sources.append(SourceTensor(address, now, value, origin.is_copy, origin.is_transient))
             draws = sum(node.draws for node in program.nodes)
             device = device_of(source.value for source in sources if source.value is not None)

@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +24,8 @@ from backhaul_runtime.torch_internals.graph_uses import structure_of
 from backhaul_runtime.torch_internals.private import DisableTorchDispatch, DisableTorchFunctionAndModes, is_view
 from backhaul_runtime.torch_internals.wrapper_tensors import taken_apart, without_function_modes
 
+_AUTOGRAD = attrgetter("requires_grad", "is_leaf")
+
 MAX_KINDS = 64
 """The most kinds of calls that are kept of a graph. With changing shapes each shape is a kind."""
 
@@ -36,7 +40,7 @@ class CallKind(NamedTuple):
     """
 
     key: Hashable
-    layouts: list[Layout | None]
+    layouts: Sequence[Layout | None]
     region: ambient_state.State | None
 
 
@@ -65,7 +69,6 @@ class KnownSegment:
         compiled: Runs the compiled program on the graph's inputs; None if the graph runs as it is.
         structure: What the graph of each call must be, because classes of wrappers decide in each call which ops they
             run; None if only torch's functions decide.
-        layouts: The layouts of the program's sources.
         need_bytes: The bytes that a worker needs for the program.
     """
 
@@ -78,13 +81,11 @@ class KnownSegment:
     packed_bytes: int
     compiled: Callable[..., Any] | None = None
     structure: Hashable = None
-    layouts: Sequence[Layout] = field(init=False)
     need_bytes: int = field(init=False)
     _calls: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def __post_init__(self) -> None:
-        layouts = [layout for position in self.known.inputs if (layout := self.kind.layouts[position]) is not None]
-        object.__setattr__(self, "layouts", layouts)
+        layouts = [source.layout for source in self.known.sources]
         object.__setattr__(self, "need_bytes", bytes_needed(self.known.program, layouts))
 
     def is_due(self) -> bool:
@@ -160,29 +161,29 @@ class CapturedGraph:
 
     def kind_of(self, inputs: Sequence[Any]) -> CallKind | str:
         """Returns the kind of a call that begins now, or why it has none."""
-        layouts: list[Layout | None] = []
-        state, is_in_region = ambient_state.capture(), in_region()
-        key: list[Any] = [state, is_in_region]
-        tensors = set[int]()
-        for position, value in enumerate(inputs):
-            if position in self._numbers and isinstance(value, Tensor):
+        inputs = list(inputs)
+        for position in self._numbers:
+            if isinstance(value := inputs[position], Tensor):
                 if value.device.type != "cpu":  # its value is not a part of the kind: reading it would wait
                     return VALUE_READ
-                value = value.item()  # noqa: PLW2901
-            if not isinstance(value, Tensor):
-                layouts.append(None)
-                key += type(value), repr(value)  # which tells 0.0 from -0.0
-                continue
-            try:
-                layout = layout_of(value)
-            except UnsupportedTensorError as error:
-                return f"one of its inputs is a {error.fields['reason']}"
-            layouts.append(layout)
-            tensors.add(id(value))
-            key += id(layout), value.requires_grad, value.is_leaf, is_view(value)
-        if len(tensors) < len(layouts) - layouts.count(None):
+                inputs[position] = value.item()
+        is_tensor = [isinstance(value, Tensor) for value in inputs]
+        tensors = list(compress(inputs, is_tensor))
+        if len(set(map(id, tensors))) < len(tensors):
             return "two of its inputs are the same tensor"
-        return CallKind(tuple(key), layouts, state if is_in_region else None)
+        try:
+            layouts = list(map(layout_of, tensors))
+        except UnsupportedTensorError as error:
+            return f"one of its inputs is a {error.fields['reason']}"
+        state, is_in_region = ambient_state.capture(), in_region()
+        key = [state, is_in_region, *is_tensor, *map(id, layouts), *map(_AUTOGRAD, tensors), *map(is_view, tensors)]
+        if len(tensors) == len(inputs):
+            return CallKind(tuple(key), layouts, state if is_in_region else None)
+        for value in compress(inputs, map(not_, is_tensor)):
+            key += type(value), repr(value)  # which tells 0.0 from -0.0
+        of_tensors = iter(layouts)
+        of_inputs = [next(of_tensors) if one else None for one in is_tensor]
+        return CallKind(tuple(key), of_inputs, state if is_in_region else None)
 
     def learned(self, kind: CallKind) -> Learned | None:
         """Returns what is known of calls of a kind; None if that is nothing, so that the next call has to show it."""
@@ -192,11 +193,11 @@ class CapturedGraph:
             return known.reason if known.left >= 0 else None
         return known
 
-    def learn_function(self, kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int) -> str:
+    def learn_function(self, kind: CallKind, call: "GraphCall", ended: EndedCall, packed_bytes: int) -> str:
         """Learns from a recorded call of the function that the graph was captured from. As `learn`."""
 
         def learn() -> Learned:
-            program = _known_program(kind, inputs, ended, values_read=0).program
+            program = _known_program(kind, call, ended, values_read=0).program
             match self.learned(kind):
                 case KnownSegment() as segment:
                     if not _is_same(segment, program):
@@ -211,13 +212,13 @@ class CapturedGraph:
         return self.note(kind, learn)
 
     def learn(
-        self, kind: CallKind, inputs: Sequence[Any], expected: Program | None, ended: EndedCall, packed_bytes: int
+        self, kind: CallKind, call: "GraphCall", expected: Program | None, ended: EndedCall, packed_bytes: int
     ) -> str:
         """Learns from a recorded call of the graph. Returns why later ones have to be recorded too; empty if not.
 
         Args:
             kind: The kind that the call has.
-            inputs: The inputs of the graph in this call.
+            call: The call of the graph.
             expected: The program that the function has run; None if the user has compiled it, which is then the truth.
             ended: The call, whose segment was kept.
             packed_bytes: Bytes that autograd saved and that are not kept.
@@ -227,7 +228,7 @@ class CapturedGraph:
         """
 
         def segment() -> KnownSegment:
-            made = _known_segment(kind, inputs, ended, packed_bytes, self.values_read)
+            made = _known_segment(kind, call, ended, packed_bytes)
             if not self.wrappers or ended.grafted is None:
                 return made
             graph_uses, outputs, *_ = ended.grafted
@@ -317,21 +318,19 @@ def undoing_writes(inputs: Sequence[Any]) -> Callable[[], None]:
     return undo
 
 
-def _known_program(kind: CallKind, inputs: Sequence[Any], ended: EndedCall, values_read: int) -> KnownProgram:
+def _known_program(kind: CallKind, call: GraphCall, ended: EndedCall, values_read: int) -> KnownProgram:
     if ended.grafted is None:
         raise Refusal("the graph of its inside stays on the trainer")
     if ended.recorder.has_new_hooks:
         raise Refusal("it registers a hook")
     if kind.region is not None:
         check_casts(ended.grafted[2], kind.region)
-    tensors = [None if layout is None else value for value, layout in zip(inputs, kind.layouts, strict=True)]
-    return known_program(ended.recorder, ended.grafted[2], tensors, values_read)
+    tensors = [None if layout is None else value for value, layout in zip(call.inputs, kind.layouts, strict=True)]
+    return known_program(ended.recorder, ended.grafted[2], tensors, tensors_of(call.arguments), values_read)
 
 
-def _known_segment(
-    kind: CallKind, inputs: Sequence[Any], ended: EndedCall, packed_bytes: int, values_read: int
-) -> KnownSegment:
-    known = _known_program(kind, inputs, ended, values_read)
+def _known_segment(kind: CallKind, call: GraphCall, ended: EndedCall, packed_bytes: int) -> KnownSegment:
+    known = _known_program(kind, call, ended, call.graph.values_read)
     assert ended.grafted is not None
     graph_uses, outputs, _, uses = ended.grafted
     returned = [id(value) for value in ended.returned[0]]
@@ -341,7 +340,7 @@ def _known_segment(
         EncodedProgram.of(known.program),
         kind,
         tuple(returned.index(id(output)) for output in outputs),
-        pattern_of(ended.returned[0], inputs),
+        pattern_of(ended.returned[0], call.inputs),
         KnownUses.of_recorded(known.program, uses, graph_uses, outputs, first_sequence),
         packed_bytes,
     )
@@ -357,6 +356,5 @@ def _is_same(segment: KnownSegment, expected: Program) -> bool:
 
 def pattern_of(returned: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, ...]:
     """Returns for each returned value the first position at which it is returned; below 0 for one of the inputs."""
-    first = {id(value): position - len(inputs) for position, value in enumerate(inputs)}
-    is_tensor = [isinstance(value, Tensor) for value in returned]
-    return tuple([first.setdefault(id(v), i) if is_tensor[i] else i for i, v in enumerate(returned)])
+    first = dict(zip(map(id, inputs), range(-len(inputs), 0), strict=True))
+    return tuple([first.setdefault(id(v), i) if isinstance(v, Tensor) else i for i, v in enumerate(returned)])

@@ -73,7 +73,7 @@ def compiled_segment(call: GraphCall, kind: CallKind) -> KnownSegment:
             with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor), recorder:
                 returned = list(call())
             outputs = _outputs(recorder, returned, inputs)
-            known = _known(recorder, outputs, kind, inputs, graph.values_read)
+            known = _known(recorder, outputs, kind, call)
             sources = [inputs[position] for position in known.inputs]
             function = compile_program(known.program, device_of(sources))
             segment = _segment(known, function, recorder, kind, inputs, returned, outputs, sources)
@@ -115,16 +115,14 @@ def _outputs(recorder: Recorder, returned: Sequence[Any], inputs: Sequence[Any])
     return made
 
 
-def _known(
-    recorder: Recorder, outputs: Sequence[Tensor], kind: CallKind, inputs: Sequence[Any], values_read: int
-) -> KnownProgram:
+def _known(recorder: Recorder, outputs: Sequence[Tensor], kind: CallKind, call: GraphCall) -> KnownProgram:
     program = recorder.finish(outputs)
     if reason := why_not_compiled(program):
         raise Refusal(reason)
-    tensors = [None if layout is None else value for value, layout in zip(inputs, kind.layouts, strict=True)]
-    known = known_program(recorder, program, tensors, values_read)
-    layouts = [layout for position in known.inputs if (layout := kind.layouts[position]) is not None]
-    compilation = Compilation(tuple(layouts), tuple(sorted(facts(device_of(tensors_of(inputs))).items())))
+    tensors = [None if layout is None else value for value, layout in zip(call.inputs, kind.layouts, strict=True)]
+    known = known_program(recorder, program, tensors, tensors_of(call.arguments), call.graph.values_read)
+    layouts = tuple(source.layout for source in known.sources)
+    compilation = Compilation(layouts, tuple(sorted(facts(device_of(tensors_of(call.inputs))).items())))
     return replace(known, program=replace(known.program, compilation=compilation))
 
 
@@ -173,7 +171,7 @@ def _segment(
         known,
         program=program,
         is_cast=False,  # it casts weights for itself
-        saves=tuple(KnownSave.of(one, len(program.nodes), recorder.recording) for one in saved),
+        saves=tuple(KnownSave.of(i, one, len(program.nodes), recorder.recording) for i, one in enumerate(saved)),
     )
     pool = {id(value): index for index, value in enumerate([*recorded, *inputs]) if isinstance(value, Tensor)}
     indices = [pool.get(id(value), -1) for value in returned]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backhaul._backward.frame import Frame
@@ -257,19 +257,18 @@ def _stand_ins(stage: GraftStage, tensors: Sequence[Tensor], later: int) -> list
     """Returns what the stand-ins of a stage return for each of its contributions."""
     made: list[Tensor] = [_PLACEHOLDER] * len(stage.ways)
     with DisableTorchFunctionAndModes():
-        for sequence, numbers, positions in stage.stand_ins:
-            first = tensors[numbers[0]]
-            if len(numbers) == 1 and first.is_leaf and type(first) in _PARAMETERS:
-                stand_ins: Sequence[Tensor] = (first[...],)  # an alias, which does the same in a tenth of the time
+        for sequence, numbers, positions, is_alias in stage.stand_ins:
+            if is_alias:
+                first = made[positions[0]] = tensors[numbers[0]][...]
             else:
                 stand_ins = _apply_stand_in(*[tensors[number] for number in numbers])
+                first = stand_ins[0]
+                for position, stand_in in zip(positions, stand_ins, strict=True):
+                    made[position] = stand_in
             if sequence is not None:
-                set_sequence_number(stand_ins[0], later + sequence)
-            for position, stand_in in zip(positions, stand_ins, strict=True):
-                made[position] = stand_in
+                set_sequence_number(first, later + sequence)
     return made
 
 
-_PARAMETERS = (Tensor, nn.Parameter)
 _apply_graft: Callable[..., Any] = applying(_Graft)
 _apply_stand_in: Callable[..., Any] = applying(_StandIn)

@@ -220,9 +220,9 @@ def compile_graph(
         if isinstance(kind, str) or isinstance(learned, str):
             learn = _noting(str(learned))
         elif needs_function:
-            learn = partial(graph.learn_function, kind, call.inputs)
+            learn = partial(graph.learn_function, kind, call)
         else:
-            learn = partial(graph.learn, kind, call.inputs, expected)
+            learn = partial(graph.learn, kind, call, expected)
         if needs_function:
             raise _FunctionNeededError(learn)
         target.graph_count += 1

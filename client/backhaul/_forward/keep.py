@@ -34,6 +34,7 @@ from backhaul._torch_api.selective import Selection
 from backhaul_runtime.errors import NotRemoteError, Refusal
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.record.recorder import Recorder
+from backhaul_runtime.record.recording import RecordedSource
 from backhaul_runtime.tensors.durations import Duration
 from backhaul_runtime.tensors.layout import Layout, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
@@ -232,8 +233,7 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
     is_referenced = has_other_references(returned, is_output)  # first, while no other variable refers to an output
     tensors = list({id(leaf): leaf for leaf in pytree.tree_leaves(returned[0]) if isinstance(leaf, Tensor)}.values())
     outputs = [tensor for tensor in tensors if is_output(tensor)]
-    edges = recorder.call.memory.sources.edges()
-    sources = recorder.call.memory.sources.tensors
+    sources, edges = recorder.call.memory.sources.tensors, recorder.call.memory.sources.edges()
     decision = decide(recorder, call, edges, outputs, tensors, is_referenced=is_referenced)
     if isinstance(decision, Graft):
         # One node replaces the graph of the inside, and its backward starts from the outputs: the program returns them.
@@ -254,17 +254,18 @@ def _keep(ended: EndedCall) -> tuple[Frame, Any]:
         if not (program.saved_count and awaited(ended.handles)):
             return _kept_whole(ended, decision), returned[0]
         del edges[len(call.recording.sources) :]  # drops what was recorded after the refusal
-    predecessors = predecessors_of(edges, uses) if isinstance(decision, Graft) else []
+    histories = _histories_of(call.recording.sources, edges)
+    predecessors = predecessors_of(histories, uses) if isinstance(decision, Graft) else []
     remote, local_reason = None, _local_reason(decision)
     if not local_reason:  # else the program may be only the part before a refusal
+        assert ended.pending is not None
         need_bytes = bytes_needed(program, [source.layout for source in call.recording.sources])
         segment = RecordedSegment(call, program, need_bytes, sources, uses, predecessors)
-        assert ended.pending is not None
         remote, program, local_reason = offer(ended.dispatcher, segment, ended.pending, ended.forward)
     if remote is not None:
         call.log.taken(decision.reason if isinstance(decision, KeepInside) else "")
     lineage = lineage_of(ended.dispatcher, call, program)
-    note_sources(lineage, call, sources, edges, is_remote=remote is not None)
+    note_sources(lineage, call, sources, histories, is_remote=remote is not None)
     frame = ended.frame(
         program=program,
         lineage=lineage,
@@ -319,8 +320,16 @@ def bytes_needed(program: Program, sources: Sequence[Layout]) -> int:
 
 Predecessors = Sequence[tuple[int, Frame, int]]
 
+Histories = Sequence[tuple[int, GradientEdge]]
+"""The sources that take gradients and of which a segment has copies, by index, with their graph edges."""
 
-def predecessors_of(edges: Sequence[GradientEdge | None], uses: Uses) -> Predecessors:
+
+def _histories_of(sources: Sequence[RecordedSource], edges: Sequence[GradientEdge | None]) -> Histories:
+    both = enumerate(zip(sources, edges, strict=True))
+    return [(index, edge) for index, (source, edge) in both if edge is not None and source.is_copy]
+
+
+def predecessors_of(histories: Histories, uses: Uses) -> Predecessors:
     """Returns the segments whose outputs are sources of a segment, as in `RecordedSegment`.
 
     Each stage of a staged segment returns a part of a boundary's gradient, so none of them shows it complete.
@@ -329,8 +338,8 @@ def predecessors_of(edges: Sequence[GradientEdge | None], uses: Uses) -> Predece
         return []
     return [
         (index, *before)
-        for index, edge in enumerate(edges)
-        if edge is not None and (before := origin_of(edge)) is not None  # only a segment's output has an origin
+        for index, edge in histories
+        if (before := origin_of(edge)) is not None  # only a segment's output has an origin
     ]
 
 
@@ -338,7 +347,7 @@ def note_sources(
     lineage: Lineage,
     call: CheckpointedCall,
     sources: Sequence[Tensor],
-    edges: Sequence[GradientEdge | None],
+    histories: Histories,
     *,
     is_remote: bool,
 ) -> None:
@@ -348,12 +357,13 @@ def note_sources(
         lineage: The lineage of the segment.
         call: The call of the segment.
         sources: The caller's object behind each source.
-        edges: The graph edge of each source.
+        histories: Those of them that have one.
         is_remote: Whether a worker has the segment: only then may a recipe of a source stand for a copy of it.
     """
+    unchanged = [(index, edge) for index, edge in histories if not call.recording.sources[index].is_written]
     if is_remote:
-        lineage.find_recipes(partial(_recipe, call, sources, edges))
-    mark_given(lineage, sources, edges)
+        lineage.find_recipes(unchanged, partial(_recipe, call, sources))
+    mark_given(lineage, sources, unchanged)
 
 
 def note_grafted(
@@ -386,12 +396,9 @@ def _local_reason(decision: Graft | KeepInside | Local) -> str:
     return decision.reason if isinstance(decision, Local) else ""
 
 
-def _recipe(
-    call: CheckpointedCall, sources: Sequence[Tensor], edges: Sequence[GradientEdge | None], index: int
-) -> Recipe | None:
+def _recipe(call: CheckpointedCall, sources: Sequence[Tensor], index: int, edge: GradientEdge) -> Recipe | None:
     """Returns how a source follows from earlier segments; None if autograd's graph does not show it."""
-    edge = edges[index]
-    return None if edge is None else recipe_of(sources[index], call.recording.sources[index], edge)
+    return recipe_of(sources[index], call.recording.sources[index], edge)
 
 
 def _call_site() -> str:

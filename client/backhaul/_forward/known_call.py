@@ -73,8 +73,6 @@ class BegunKnownCall:
             self._known = KnownCall(
                 known,
                 self._sources,
-                segment.layouts,
-                self._arguments,
                 dispatcher.copies.copy_of,
                 dispatcher.fixed,
                 compares_outputs=options.compares_outputs and segment.structure is None,
@@ -88,9 +86,8 @@ class BegunKnownCall:
             device=next(iter(recording.accelerators), device_of_work(self._arguments)),
         )
         self.table = HandleTable(self.call, self._so_far)
-        taken = zip(self._sources, recording.sources, strict=True)
-        self._edges = [edge_of(t) if t.requires_grad and source.is_copy else None for t, source in taken]
-        self._predecessors = predecessors_of(self._edges, segment.uses.of_frame)
+        self._histories = [(index, edge_of(self._sources[index])) for index in known.histories]
+        self._predecessors = predecessors_of(self._histories, segment.uses.of_frame)
         self._pending = dispatcher.pending(graph_call, self._arguments, segment.encoded)
         self._pending.whole = whole
         uses = segment.uses.of_frame
@@ -98,7 +95,7 @@ class BegunKnownCall:
             self.call, known.program, segment.need_bytes, self._sources, uses, self._predecessors
         )
         self._remote, self._program, self._local_reason = offer(dispatcher, recorded, self._pending, None)
-        self._has_ended = False
+        self._is_noting, self._has_ended = True, False
         self._first_sequence = next_sequence_number()
 
     def _so_far(self) -> Any:
@@ -109,22 +106,22 @@ class BegunKnownCall:
 
         What is noted gets no handle, because hardly ever is anything asked for: a graft takes the place of the graph.
         """
-        if self._has_ended:  # Ctrl-C has kept the hook from being taken off: what the caller saves stays as it is
-            pop_saved_tensor_hooks()
-            return tensor.detach()
-        recording = self.call.recording
-        if recording.refusal is None:
+        if self._is_noting:
             try:
                 return self._known.note_saved(tensor)
             except Exception as error:  # no variable may refer to it: its traceback refers to the variables
-                recording.refuse(Refusal.of(error).reason)
+                self.call.recording.refuse(Refusal.of(error).reason)
+                self._is_noting = False
+        if self._has_ended:  # Ctrl-C has kept the hook from being taken off: what the caller saves stays as it is
+            pop_saved_tensor_hooks()
+            return tensor.detach()
         handle = Handle(self.table, -1)
         handle.kept = _keep(tensor)
         return handle
 
     def end(self) -> None:
         """Drops what belongs to the running call. If it has saved too few tensors, keeps those of the last node."""
-        self._has_ended = True
+        self._is_noting, self._has_ended = False, True
         self.table.end_call()
         for position, tensor in enumerate(self._known.end(), len(self.call.recording.saved)):
             self.table.hold(position).kept = _keep(tensor)
@@ -136,13 +133,13 @@ class BegunKnownCall:
             Refusal: No worker has taken it, or one that computes other bits.
         """
         call = self.call
-        self._has_ended = True
+        self._is_noting, self._has_ended = False, True
         self.table.end_call()
         if self._remote is None or not self._remote.is_exact:
             raise Refusal(self._local_reason or "its worker computes other bits")
         call.recording.is_unseen = True
         lineage = lineage_of(self._dispatcher, call, self._program)
-        note_sources(lineage, call, self._sources, self._edges, is_remote=True)
+        note_sources(lineage, call, self._sources, self._histories, is_remote=True)
         evidence_of(self._dispatcher, call, None, "it is a whole micro-batch, whose forward only a worker has run")
         frame = self._frame(lineage=lineage, uses=self._segment.uses.of_frame)
         call.log.taken("")
@@ -175,7 +172,7 @@ class BegunKnownCall:
             raise Refusal("the class of a tensor that it takes has run other ops than in the recorded call")
         graph, casts = segment.uses.of_call(outputs, self._sources, self._first_sequence)
         lineage = lineage_of(self._dispatcher, call, self._program)
-        note_sources(lineage, call, self._sources, self._edges, is_remote=self._remote is not None)
+        note_sources(lineage, call, self._sources, self._histories, is_remote=self._remote is not None)
         evidence = evidence_of(self._dispatcher, call, self._program, "", segment.uses.of_frame)
         frame = self._frame(lineage=lineage, uses=segment.uses.of_frame, evidence=evidence)
         if self._remote is not None:

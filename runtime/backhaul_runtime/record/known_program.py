@@ -19,9 +19,9 @@ NOTE [Known programs]
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -34,9 +34,9 @@ from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINE
 from backhaul_runtime.record.contents import FixedDigests, contents_key
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import RecordedSource, Recording, SavedTensor
-from backhaul_runtime.record.sources import MakeCopy, note_write, recorded_source
+from backhaul_runtime.record.sources import MakeCopy, SourceKind, note_write, recorded_source
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of
-from backhaul_runtime.tensors.digest import digest_at, saved_digest, tensor_address
+from backhaul_runtime.tensors.digest import content_digest, digest_of_memory, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import Layout, layout_of
 from backhaul_runtime.torch_internals.ambient_state import is_autocast
 from backhaul_runtime.torch_internals.autocast_cache import CASTS, STALE_CAST
@@ -49,6 +49,29 @@ SHARED_WRITE = "an input that it writes to shares memory with another one"
 CHANGED = "it saved other tensors than the recorded call of the same kind. Please report it"
 
 
+class KnownSource(NamedTuple):
+    """A source of each call.
+
+    Attributes:
+        layout: The layout of the tensor.
+        kind: How the tensor is kept.
+        is_parameter: Whether the tensor is a captured parameter, whose digest may hold for several calls.
+        is_written: Whether the program writes to it.
+    """
+
+    layout: Layout
+    kind: SourceKind
+    is_parameter: bool
+    is_written: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, recorded: RecordedSource, *, is_argument: bool) -> Self:
+        """Returns what is known of a source from a recorded call, given with the tensor that it was there."""
+        kind = SourceKind.of(tensor, recorded.layout, is_argument=is_argument)
+        is_parameter = not is_argument and isinstance(tensor, torch.nn.Parameter)
+        return cls(recorded.layout, kind, is_parameter, recorded.is_written)
+
+
 class KnownSave(NamedTuple):
     """A tensor that autograd saves in each call.
 
@@ -57,27 +80,35 @@ class KnownSave(NamedTuple):
         strides: The strides of the tensor, in elements.
         dtype: The dtype of the tensor.
         saved: The tensor as it was recorded, without its digest.
+        memory_at: Returns the memory of the tensor from the address of its first element, if an op of the call makes it
+            densely on the host; else None.
         start_bytes: The bytes from the first element of the source that it lies in to its own; 0 if it lies in none.
         whole_source: The source whose bytes are all of its own; -1 if there is none.
         node: The number of nodes up to the one that saves it.
+        position: The position of the tensor among those that the call saves.
     """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
     saved: SavedTensor
+    memory_at: Callable[[int], Any] | None
     start_bytes: int
     whole_source: int
     node: int
+    position: int
 
     @classmethod
-    def of(cls, saved: SavedTensor, node: int, recording: Recording) -> Self:
+    def of(cls, position: int, saved: SavedTensor, node: int, recording: Recording) -> Self:
         """Returns what calls save where one has saved this tensor, given with its node and the recording."""
         layout, known, start_bytes = saved.layout, replace(saved, noted=b""), 0  # a digest may refer to a device
         if saved.source >= 0:
             start_bytes = saved.offset * layout.dtype.itemsize - _offset_bytes(recording.sources[saved.source])
+        is_made = layout.is_dense_on_host and saved.source < 0
+        memory_at = layout.memory_type.from_address if is_made else None
         whole_source = _whole_source(saved, recording)
-        return cls(layout.shape, layout.strides, layout.dtype, known, start_bytes, whole_source, node)
+        shape, strides, dtype = layout.shape, layout.strides, layout.dtype
+        return cls(shape, strides, dtype, known, memory_at, start_bytes, whole_source, node, position)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -87,6 +118,8 @@ class KnownProgram:
     Attributes:
         program: What a worker runs.
         inputs: The position of each source among the function's inputs.
+        sources: What is known of each source.
+        histories: The indices of the sources that take gradients and of which calls keep copies.
         written: The positions of the inputs that the program writes to.
         saves: The tensors that autograd saves, in order.
         draws_on: The device whose default generator all draws use; None if nothing draws.
@@ -97,6 +130,8 @@ class KnownProgram:
 
     program: Program
     inputs: tuple[int, ...]
+    sources: tuple[KnownSource, ...]
+    histories: tuple[int, ...]
     written: tuple[int, ...]
     saves: tuple[KnownSave, ...]
     draws_on: torch.device | None
@@ -113,7 +148,11 @@ class KnownProgram:
 
 
 def known_program(
-    recorder: Recorder, program: Program, inputs: Sequence[Tensor | None], values_read: int
+    recorder: Recorder,
+    program: Program,
+    inputs: Sequence[Tensor | None],
+    arguments: Sequence[Tensor],
+    values_read: int,
 ) -> KnownProgram:
     """Returns what later calls of the same kind have in common with a call that was recorded whole.
 
@@ -121,6 +160,7 @@ def known_program(
         recorder: The recorder of the call, which has ended.
         program: The program that it returned.
         inputs: The inputs of the call; None for those that are no tensors.
+        arguments: Those of the inputs that callers may change, so that copies are made.
         values_read: How often the function reads the value of an input whose value belongs to the kind.
 
     Raises:
@@ -155,11 +195,18 @@ def known_program(
             raise Refusal(f"the size of what {node.op} returns depends on values")
         if any(isinstance(part, GeneratorRef) for part in node.parts):
             raise Refusal(f"{node.op} draws from a generator of its own")
+    argument_ids = set(map(id, arguments))
+    known_sources = tuple(
+        KnownSource.of(tensor, source, is_argument=id(tensor) in argument_ids)
+        for tensor, source in zip(sources.tensors, recording.sources, strict=True)
+    )
     return KnownProgram(
         program,
         positions_of_sources,
+        known_sources,
+        tuple(i for i, source in enumerate(known_sources) if source.kind.is_copy and source.kind.requires_grad),
         written,
-        tuple(map(KnownSave.of, recording.saved, recorder.call.builder.saving_nodes, repeat(recording))),
+        tuple(map(KnownSave.of, count(), recording.saved, recorder.call.builder.saving_nodes, repeat(recording))),
         _drawn_from(recording),
         recording.computes_on_host,
         tuple(recording.accelerators),
@@ -257,9 +304,7 @@ class KnownCall:
     Args:
         known: The program that the call runs.
         inputs: The tensors of the program's sources, in their order.
-        layouts: The layouts of these tensors.
-        arguments: Those of the inputs that the caller may change, so that copies are made.
-        make_copy: Makes the copies of them.
+        make_copy: Makes copies of those that may change before backward.
         fixed: Digests of parameters that do not change during the call; None to compute all digests.
         compares_outputs: Whether only outputs are compared with a recomputation (Rule 6).
 
@@ -274,8 +319,6 @@ class KnownCall:
         self,
         known: KnownProgram,
         inputs: Sequence[Tensor],
-        layouts: Sequence[Layout],
-        arguments: Sequence[Tensor],
         make_copy: MakeCopy,
         fixed: FixedDigests | None,
         *,
@@ -288,21 +331,22 @@ class KnownCall:
         if compares_outputs:
             self.recording.returned = []
         self.recording.saved = saved = KnownSaves(known.saves, self.recording.sources)
-        self._saved = saved.contents
+        self._saved, self._expected = saved.contents, iter(known.saves)
         self._known, self._digests = known, ContentDigests()
         self._contents: list[Digest] = []  # of the sources
         self._node, self._of_this_node = 0, list[Tensor]()
-        argument_ids = {id(tensor) for tensor in arguments}
         take, contents, sources = self._digests.take, self._contents, self.recording.sources
-        for tensor, layout, program_source in zip(inputs, layouts, known.program.sources, strict=True):
-            is_argument = id(tensor) in argument_ids
-            content = take(tensor, layout) if fixed is None else self._fixed(tensor, layout, fixed, is_argument)
+        for tensor, (layout, kind, is_parameter, is_written) in zip(inputs, known.sources, strict=True):
+            if fixed is not None and is_parameter:
+                content = self._fixed(tensor, layout, fixed)
+            else:
+                content = content_digest(tensor, layout) if layout.is_dense_on_host else take(tensor, layout)
             contents.append(content)
             address = digest_of(tensor_address, layout, content)
             if known.is_cast and CASTS.has_stale_cast(tensor, address):
                 raise Refusal(STALE_CAST)
-            source = recorded_source(tensor, layout, address, make_copy, is_argument=is_argument)
-            if program_source.is_written:
+            source = recorded_source(tensor, layout, address, make_copy, kind)
+            if is_written:
                 note_write(source, tensor)
             sources.append(source)
         if known.draws_on is not None:
@@ -310,12 +354,11 @@ class KnownCall:
             self.recording.generator_states += [state, *[b""] * (known.program.draws - 1)]
             self.recording.continuing.update(range(1, known.program.draws))
 
-    def _fixed(self, tensor: Tensor, layout: Layout, fixed: FixedDigests, is_argument: bool) -> Digest:
-        content = fixed.get(key := contents_key(tensor, layout))
+    def _fixed(self, parameter: Tensor, layout: Layout, fixed: FixedDigests) -> Digest:
+        content = fixed.get(key := contents_key(parameter, layout))
         if content is None:
-            content = self._digests.take(tensor, layout)
-        if not is_argument and isinstance(tensor, torch.nn.Parameter):
-            fixed.add(tensor, key, content)
+            content = self._digests.take(parameter, layout)
+        fixed.add(parameter, key, content)
         return content
 
     def note_saved(self, tensor: Tensor) -> int:
@@ -324,12 +367,9 @@ class KnownCall:
         Raises:
             Refusal: It is not the tensor that the program saves.
         """
-        saved, saves = self._saved, self._known.saves
-        position = len(saved)
-        if position >= len(saves):
+        if (expected := next(self._expected, None)) is None:
             raise Refusal(CHANGED)
-        shape, strides, dtype, known, _, whole_source, node = saves[position]
-        layout = known.layout
+        shape, strides, dtype, known, memory_at, _, whole_source, node, position = expected
         if tensor.shape != shape or tensor.stride() != strides or tensor.dtype is not dtype:
             raise Refusal(CHANGED)
         if whole_source >= 0:
@@ -338,13 +378,14 @@ class KnownCall:
             content = b""
         elif known.is_undefined:
             content = UNDEFINED_CONTENT
-        elif layout.is_dense_on_host and known.source < 0:  # an op of the call has just made it, as in the recorded one
-            content = digest_at(tensor.data_ptr(), layout)
+        elif memory_at is not None:  # an op of the call has just made it, as in the recorded one
+            content = digest_of_memory(memory_at(tensor.data_ptr()))
         else:
-            content = self._digests.take(tensor, layout)
-        saved.append(content)
+            content = self._digests.take(tensor, known.layout)
+        self._saved.append(content)
         if node != self._node:
-            self._node, self._of_this_node = node, []
+            self._node = node
+            self._of_this_node.clear()
         self._of_this_node.append(tensor)
         return position
 

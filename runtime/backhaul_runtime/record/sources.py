@@ -1,6 +1,7 @@
 """The sources of a running call: its arguments, and the tensors that its function captures."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,14 +25,42 @@ SMALL_BYTES = 1 << 20
 and other state may change before backward."""
 
 
+class SourceKind(NamedTuple):
+    """What decides how a source is kept. It does not depend on the contents of the tensor.
+
+    Attributes:
+        is_copy: Whether the trainer keeps a copy, because the contents may change before backward.
+        is_own_state: Whether the tensor is state that the function captures, which may change without a new version.
+        is_argument: Whether the tensor was passed to the call.
+        requires_grad: Whether the tensor requires gradients.
+        is_leaf: Whether the tensor is a leaf of autograd's graph, and no view that takes gradients.
+    """
+
+    is_copy: bool
+    is_own_state: bool
+    is_argument: bool
+    requires_grad: bool
+    is_leaf: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, layout: Layout, *, is_argument: bool, is_part: bool = False) -> Self:
+        """Returns the kind of a tensor from outside.
+
+        Args:
+            tensor: The tensor of the caller.
+            layout: The layout of the tensor.
+            is_argument: Whether the tensor was passed to the call.
+            is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change
+                like parameters do, if at all.
+        """
+        leaf, requires_grad = is_leaf(tensor), tensor.requires_grad
+        is_state = not requires_grad and not isinstance(tensor, torch.nn.Parameter)
+        is_own_state = not is_argument and leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
+        return cls(is_argument or not leaf or is_own_state, is_own_state, is_argument, requires_grad, leaf)
+
+
 def recorded_source(
-    tensor: Tensor,
-    layout: Layout,
-    address: Digest,
-    make_copy: MakeCopy,
-    *,
-    is_argument: bool,
-    is_part: bool = False,
+    tensor: Tensor, layout: Layout, address: Digest, make_copy: MakeCopy, kind: SourceKind
 ) -> RecordedSource:
     """Returns a tensor from outside as a source, with a copy if its contents may change before backward.
 
@@ -40,14 +69,9 @@ def recorded_source(
         layout: The layout of the tensor.
         address: Its address, possibly still on an accelerator.
         make_copy: Makes a copy of the tensor.
-        is_argument: Whether the tensor was passed to the call.
-        is_part: Whether the tensor is a part of an object, as the scales of a quantised weight are. They change like
-            parameters do, if at all.
+        kind: The kind of the tensor.
     """
-    leaf, requires_grad = is_leaf(tensor), tensor.requires_grad
-    is_state = not requires_grad and not isinstance(tensor, torch.nn.Parameter)
-    is_own_state = not is_argument and leaf and is_state and not is_part and layout.span_bytes <= SMALL_BYTES
-    is_copy = is_argument or not leaf or is_own_state
+    is_copy, is_own_state, is_argument, requires_grad, leaf = kind
     if not is_copy:
         value = tensor.detach()
     elif is_own_state and not isinstance(address, bytes):
@@ -121,11 +145,11 @@ class SourceLedger:
     def add(self, tensor: Tensor, layout: Layout, address: Digest, *, is_part: bool = False) -> int:
         """Adds a tensor from outside at its first use, before the op runs. Returns its number.
 
-        The arguments are those of `recorded_source`.
+        The arguments are those of `recorded_source` and `SourceKind.of`.
         """
         edge = None if tensor.is_leaf else get_gradient_edge(tensor)
-        is_argument = self.is_argument(tensor)
-        source = recorded_source(tensor, layout, address, self._make_copy, is_argument=is_argument, is_part=is_part)
+        kind = SourceKind.of(tensor, layout, is_argument=self.is_argument(tensor), is_part=is_part)
+        source = recorded_source(tensor, layout, address, self._make_copy, kind)
         index = self._add(tensor, edge, source)
         self._by_storage.setdefault(storage_key(tensor), []).append(index)
         return index

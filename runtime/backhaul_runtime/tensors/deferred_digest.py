@@ -100,10 +100,9 @@ class ContentDigests:
 
         Dispatch modes do not see the ops that compute digests.
         """
-        key = _place(tensor, layout) if self._stored else None
-        if self._known is None or key not in self._stored:
-            return self._take(tensor, layout)
-        return self._known.of(self._stored[key], lambda: self._take(tensor, layout))
+        if self._known is not None and self._stored and (key := _place(tensor, layout)) in self._stored:
+            return self._known.of(self._stored[key], lambda: self._take(tensor, layout))
+        return self._take(tensor, layout)
 
     def forget(self) -> None:
         """Makes later uses compute the digests of all stored tensors again, also in other replays."""
@@ -112,11 +111,10 @@ class ContentDigests:
                 self._known.forget(tensor)
 
     def _take(self, tensor: Tensor, layout: Layout) -> Digest:
-        is_on_accelerator = layout.is_on_accelerator
-        if not is_on_accelerator and layout.is_dense_on_host:  # no op runs
+        if layout.is_dense_on_host:  # no op runs
             return content_digest(tensor, layout)
         with DisablePythonDispatcher(), DisableTorchDispatch():
-            return self._sums.take(tensor, layout) if is_on_accelerator else content_digest(tensor, layout)
+            return self._sums.take(tensor, layout) if layout.is_on_accelerator else content_digest(tensor, layout)
 
 
 class _DeviceSums:

@@ -29,14 +29,8 @@ def content_digest(tensor: Tensor, layout: Layout) -> bytes:
     return weighted_sums(data)
 
 
-def digest_at(address: int, layout: Layout) -> bytes:
-    """Returns the `content_digest` of a dense tensor on the host, without a look at the size of its storage.
-
-    Args:
-        address: The address of its first element. The memory from there on must have the layout's bytes.
-        layout: The layout of the tensor.
-    """
-    return xxhash.xxh3_128_digest(layout.memory_type.from_address(address))
+digest_of_memory = xxhash.xxh3_128_digest
+"""Returns the `content_digest` of a dense tensor on the host, from its memory: see `Layout.memory_type`."""
 
 
 def weighted_sums(data: Tensor) -> bytes:

@@ -178,14 +178,15 @@ def layout_of(tensor: Tensor) -> Layout:
     """Returns the layout of a tensor. Raises UnsupportedTensorError for a kind that cannot be sent."""
     # Dispatch keys determine the device, the lazy bits, and whether a tensor is of a kind that cannot be sent.
     kind = type(tensor), dispatch_kind(tensor)
-    if kind not in _kinds or tensor.dim() > MAX_RANK:
+    known = _kinds.get(kind)
+    if known is None or tensor.dim() > MAX_RANK:
         if reason := unsupported_reason(tensor):
             raise UnsupportedTensorError(
                 f"a {reason} cannot be sent: convert it to a plain dense tensor first", reason=reason
             )
         device = tensor.device.type
-        _kinds[kind] = tensor.is_conj(), tensor.is_neg(), device, alignment_of(device)
-    alignment = tensor.data_ptr() % _kinds[kind][3] if tensor.numel() else 0
+        known = _kinds[kind] = tensor.is_conj(), tensor.is_neg(), device, alignment_of(device)
+    alignment = tensor.data_ptr() % known[3] if tensor.numel() else 0
     return _shared_layout(kind, tensor.dtype, tensor.shape, tensor.stride(), alignment)
 
 

@@ -79,12 +79,10 @@ class SegmentSender:
         with queued_aside(Side.DIGESTS, save.made):
             # Forward does not wait for digests of an accelerator, so they may be missing even here. The worker hashes
             # tensors of the CPU as they arrive.
-            addresses = [
-                address
-                if (address := read(source.address)) or source.layout.device == "cpu"
-                else address_of(source.to_read())
-                for source in save.sources
-            ]
+            addresses = [read(source.address) for source in save.sources]
+            for index, source in enumerate(save.sources) if not all(addresses) else ():
+                if not addresses[index] and source.layout.device != "cpu":
+                    addresses[index] = address_of(source.to_read())
         request = segment_pb2.SaveRequest(
             key=segment_pb2.OperationKey(segment=save.segment),
             program=save.program_address,
@@ -243,9 +241,10 @@ class SegmentSender:
         """
         worker_session, outgoing_tensors = save.worker_session, dict[bytes | int, OutgoingTensor]()
         self._compression.begin()
+        unknown = self._stored.unknown(worker_session, addresses)
         with queued_aside(Side.TO_HOST, save.made):
             for index, (address, source) in enumerate(zip(addresses, save.sources, strict=True)):
-                if index in derived or address in outgoing_tensors or self._stored.knows(worker_session, address):
+                if address not in unknown or index in derived or address in outgoing_tensors:
                     continue
                 outgoing = OutgoingTensor(source.to_read(), source.layout, address)
                 if may_differ and not source.is_copy and not source.is_transient:

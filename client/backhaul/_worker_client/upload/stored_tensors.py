@@ -33,6 +33,12 @@ class StoredTensors:
         """Returns the tensors that the worker does not store, as far as is known."""
         return [outgoing for outgoing in outgoing_tensors if not self.knows(worker_session, outgoing.address)]
 
+    def unknown(self, worker_session: WorkerSession, addresses: Iterable[bytes]) -> set[bytes]:
+        """Returns those of these addresses that the worker does not store, as far as is known."""
+        with self._lock:
+            known = self._known if self._known_of is worker_session else {}
+            return {address for address in addresses if address not in known}
+
     def learn(self, worker_session: WorkerSession, addresses: Iterable[bytes]) -> None:
         """Notes that the worker stores tensors."""
         with self._lock:
