@@ -17,6 +17,7 @@ from backhaul._backward.value_check import Recomputed
 from backhaul._config import resolve
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._dispatch.prediction import CallSite, EncodedProgram, PendingCall
+from backhaul._evidence.evidence import Evidence
 from backhaul._forward.graphs import Graphs
 from backhaul._observe.journal import Journal
 from backhaul._observe.report import Report
@@ -72,9 +73,11 @@ class LoopbackSegment:
         may_stay: Mapping[int, Tensor],
         unsent: Collection[int] = (),
         upcoming: Sequence[int] | None = None,
+        outputs: Sequence[Layout] = (),
         *,
         checks_bytes: bool,
     ) -> RemoteAnswer:
+        assert not outputs  # forward has run here
         copies = {
             output: copy_exact(gradient) for output, gradient in gradients.items() if isinstance(gradient, Tensor)
         }
@@ -138,6 +141,7 @@ class Loopback:
         self.has_recorded_choices = records_choices
         self.journal = Journal()
         self.telemetry: Telemetry | None = None
+        self.evidence: Evidence | None = None
         self.copies = Copies()
         self.is_lost = False
         self.recordings: list[Recording] = []
