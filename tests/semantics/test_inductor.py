@@ -3,6 +3,7 @@
 import asyncio
 import copyreg
 import errno
+import importlib
 import os
 import shutil
 import subprocess
@@ -22,10 +23,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import compile_lock
+from torch.fx import _symbolic_trace
 
 import backhaul
 from backhaul import BudgetError, CompilingError, ProgramError, Session
 from backhaul._backend import backend
+from backhaul._forward import graphs
 from backhaul._observe.report import Decision
 from backhaul._worker_client.connection.calls import call_unary
 from backhaul._worker_client.upload import refused_programs
@@ -459,6 +463,40 @@ def test_threads_may_compile_at_once() -> None:
         one, other = threads.map(lambda _: compile_program(program, CPU)([x]), range(2))
     assert not differing(one, other)
     assert copyreg.dispatch_table == before
+
+
+def test_a_call_waits_while_another_thread_traces(
+    expected: list[list[Tensor | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, run = model(), with_inductor(Loopback())
+    results(blocks, run, 0)
+    with ThreadPoolExecutor(1) as other, compile_lock, monkeypatch.context() as patch:
+        patch.setattr(_symbolic_trace, "_is_fx_tracing_flag", True)
+        patch.setattr(graphs, "wait_for_tracing", waits := Mock(side_effect=inductor.wait_for_tracing))
+        outcome = other.submit(results, blocks, run, 1)
+        wait_until(lambda: waits.called or outcome.done(), "the call")
+        patch.undo()
+        compile_lock.release()
+        try:
+            assert not differing(expected[1], outcome.result())
+        finally:
+            compile_lock.acquire()
+
+
+def test_only_one_thread_compiles_whoever_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_fx, taken = importlib.import_module("torch._inductor.compile_fx"), []
+
+    def compiles(*args: Any, **kwargs: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            taken.append(other.submit(compile_lock.acquire, blocking=False).result())
+        return DEFAULT
+
+    monkeypatch.setattr(compile_fx, "compile_fx", Mock(wraps=compile_fx.compile_fx, side_effect=compiles))
+    compile_program(sine(), CPU)
+    of_program = len(taken)
+    inductor.compile_for_training(torch.fx.symbolic_trace(torch.nn.Identity()), [torch.ones(1, requires_grad=True)])
+    assert 0 < of_program < len(taken)
+    assert not any(taken)
 
 
 def test_a_worker_compiles_nothing_itself(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     with_own_settings,
 )
 from backhaul_runtime.torch_internals.generators import generators_in_use, restoring
-from backhaul_runtime.torch_internals.inductor import compile_for_training, is_symbolic
+from backhaul_runtime.torch_internals.inductor import compile_for_training, is_symbolic, wait_for_tracing
 from backhaul_runtime.torch_internals.private import has_hooks_of_all_modules, without_dynamo
 from backhaul_runtime.torch_internals.wrapper_tensors import is_wrapper, overrides_functions
 
@@ -410,6 +410,7 @@ class Graphs:
 
     def _compiled(self, name: str, call: Callable[[], Any], target: GraphTarget) -> Any:
         """Runs a function that is compiled with our backend."""
+        wait_for_tracing()
         with _Running(target), target.compiling:
             returned = call()
         if not target.graph_count:

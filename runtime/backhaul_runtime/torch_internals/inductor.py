@@ -7,7 +7,6 @@ import copyreg
 import hashlib
 import os
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
 from backhaul_runtime.torch_internals.private import OpOverload
 
@@ -53,9 +53,21 @@ _NO_PART_OF_GRAPHS = ("cache", "debug")
 """Parts of the names of AOTAutograd's settings that do not change graphs."""
 
 
-_compiling = threading.RLock()
-"""Held while a graph is compiled, because what is set for that holds for all threads. Reentrant, because the garbage
-collector may run code of the user's inside."""
+def _compiling() -> AbstractContextManager[Any]:
+    """Returns the lock that torch.compile holds while it compiles, because what is set for that holds for all threads.
+
+    It is reentrant: the garbage collector may run code of the user's inside.
+    """
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
+
+
+def wait_for_tracing() -> None:
+    """Waits until no other thread traces a graph: torch raises an error in all threads that call compiled code then."""
+    if is_fx_symbolic_tracing():
+        with _compiling():
+            pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,7 @@ def compile_graph(
         example.requires_grad_(needs)
     context = torch._guards.TracingContext(mode)
     with (
-        _compiling,
+        _compiling(),
         _keyed_alike(),
         nullcontext() if files is None else _exchanged_by(files),
         torch.enable_grad(),
@@ -213,7 +225,8 @@ def compile_for_training(module: fx.GraphModule, inputs: Sequence[Any]) -> Calla
     """Compiles a graph that torch.compile has captured, as its backend "inductor" does."""
     from torch._inductor.compile_fx import compile_fx
 
-    compiled: Any = compile_fx(module, list(inputs))
+    with _compiling():
+        compiled: Any = compile_fx(module, list(inputs))
     return compiled  # type: ignore[no-any-return]
 
 
