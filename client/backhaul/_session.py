@@ -351,15 +351,14 @@ class Session:
             return last
 
         fixed = FixedDigests()
-        whole = None
-        if any(worker.up is not None for worker in self._workers):
-            whole = WholeMicroBatches(
-                self._whole_calls,
-                self._whole_shares,
-                self._whole_rechecks,
-                self._dispatcher.journal,
-                self._dispatcher.take_all,
-            )
+        whole = WholeMicroBatches(
+            self._whole_calls,
+            self._whole_shares,
+            self._whole_rechecks,
+            self._dispatcher.journal,
+            self._dispatcher.take_all,
+            has_workers=any(worker.up is not None for worker in self._workers),
+        )
         block = AccumulationBlock(
             f"accumulation block {next(self._blocks)} of session {self.run}",
             self._dispatcher.micro_batch_ended,

@@ -67,8 +67,8 @@ def test_a_worker_dies_with_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
         blocks: list[WholeMicroBatches] = []
         made = WholeMicroBatches.__init__
 
-        def noted(self: WholeMicroBatches, *args: Any) -> None:
-            made(self, *args)
+        def noted(self: WholeMicroBatches, *args: Any, **options: Any) -> None:
+            made(self, *args, **options)
             blocks.append(self)
 
         monkeypatch.setattr(WholeMicroBatches, "__init__", noted)

@@ -13,6 +13,7 @@ from torch.nn import functional
 import backhaul
 from backhaul import AccumulationError, Session, Settings
 from backhaul._accumulate.whole_shares import LEARNING, WholeShares
+from backhaul_runtime.errors import Refusal
 from conftest import QUIET, quiet
 from support.bits import differing
 from support.processes import WorkerProcess
@@ -109,6 +110,57 @@ def test_autocast_inside_the_function(session: Session) -> None:
     assert whole_in(session) == most_remote(3, 6, SHARE)
 
 
+@pytest.mark.parametrize("build", [Language, partial(Language, is_adapted=True)], ids=["trained", "adapters"])
+def test_what_the_user_has_compiled_counts_as_it_is_compiled(session: Session, build: Callable[[], nn.Module]) -> None:
+    """It is asked for values that torch.compile does not see, so that its graph runs other ops."""
+
+    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        is_even = torch.compiler.is_compiling() or bool(tokens.sum() >= 0)
+        return cross_entropy(model, tokens, targets) * (2 if is_even else 1)
+
+    compiled = torch.compile(loss, backend="backhaul")
+    assert differing(train(session, build, compiled), train(None, build, loss)) == []
+    assert whole_in(session) == SHARE * 3 - 1  # one call is recorded
+    assert session.report().fallbacks == 0
+
+
+def test_a_function_with_kernels_of_its_own_runs_here(session: Session) -> None:
+    compiled = torch.compile(cross_entropy, backend="backhaul", options={"kernels": "inductor"})
+    with pytest.raises(Refusal, match="compiled with Inductor's kernels"):
+        session.graphs.unseen(compiled, (Language(), *batch(0, 1)[0]), {}, None)
+
+
+def test_torchs_own_checkpoint_inside_is_a_part_of_the_micro_batch(session: Session) -> None:
+    def checkpointed(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = model.embedding(tokens)
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return functional.cross_entropy(model.head(x).flatten(0, 1), targets.flatten())
+
+    compiled = torch.compile(checkpointed, backend="backhaul")
+    assert differing(train(session, loss=compiled), train(None, loss=checkpointed)) == []
+    assert whole_in(session) == SHARE * 3 - 1
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_sum_that_the_loop_keeps_waits_for_nothing(session: Session, *, is_seen: bool) -> None:
+    """Unless somebody else sees its memory."""
+    model = Language().eval()
+    for step in range(2):
+        total = torch.zeros(())
+        seen = total.detach() if is_seen else None
+        with session.accumulate() as block:
+            for tokens, targets in batch(step, 6):
+                total += block.run(cross_entropy, model, tokens, targets)
+        expected = torch.zeros(())
+        for one in batch(step, 6):
+            expected += cross_entropy(model, *one).detach()
+        assert type(total) is Tensor
+        assert torch.equal(total, expected)
+        assert seen is None or torch.equal(seen, expected)
+    assert bool(sum(one.losses_read for one in session.report().segments)) == is_seen
+
+
 def test_what_is_read_inside_the_block_waits_and_is_counted(session: Session) -> None:
     model, losses, means = Language(), [], []
     for step in range(2):
@@ -125,7 +177,8 @@ def test_what_is_read_inside_the_block_waits_and_is_counted(session: Session) ->
     expected = [cross_entropy(model, *one) for one in batch(1, 6)]  # dropout draws others
     assert len(losses) == len(expected)
     assert means[1] == pytest.approx(sum(losses) / 6)  # another order of additions, in float64
-    assert sum(one.losses_read for one in session.report().segments) == whole_in(session) == SHARE * 2 - LEARNING
+    assert whole_in(session) == SHARE * 2 - LEARNING
+    assert sum(one.losses_read for one in session.report().segments) == SHARE  # of the second step
 
 
 def test_nothing_travels_but_the_inputs(session: Session) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul._accumulate import guards
+from backhaul._accumulate.whole_shares import WholeShares
 from support.libraries import assert_trains_equally
 from support.processes import WorkerProcess
 
@@ -52,6 +53,12 @@ class Spy(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         self.micro_batches += 1
         return super().compute_loss(*args, **kwargs)
+
+
+class Uncounted(Spy):
+    """Counts no micro-batches, which a loss that a worker computes could not."""
+
+    compute_loss = Trainer.compute_loss
 
 
 def data(rows: int = 14, length: int = 16) -> list[dict[str, Tensor]]:
@@ -241,6 +248,27 @@ def test_layers_are_compiled_segments(worker: WorkerProcess, tmp_path: Path) -> 
     (layer,) = [segment for segment in callback.report().segments if segment.calls]
     assert layer.known > layer.calls / 2
     assert layer.compilations
+
+
+def test_whole_micro_batches(worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WholeShares, "first", lambda self: 2)
+    options: dict[str, Any] = {"settings": QUIET, "accumulate": "whole"}
+    arguments: dict[str, Any] = {"kind": Uncounted, "gradient_accumulation_steps": 3, "logging_nan_inf_filter": False}
+    expected = trainer_of(tmp_path / "plain", [], model=model_of(), **arguments)
+    expected.train()
+    callback = BackhaulCallback(worker.address, **options)
+    actual = trainer_of(tmp_path / "whole", [callback], model=model_of(), **arguments)
+    actual.train()
+    assert_equal_trainings(expected, actual)
+    report = callback.report()
+    assert sum(segment.whole for segment in report.segments) > 2
+    assert sum(segment.losses_read for segment in report.segments) == 0
+
+
+def test_whole_micro_batches_refuse_a_trainer_that_reads_each_loss(worker: WorkerProcess, tmp_path: Path) -> None:
+    callback = BackhaulCallback(worker.address, accumulate="whole", settings=QUIET)
+    with pytest.raises(ValueError, match="logging_nan_inf_filter"):
+        trainer_of(tmp_path, [callback]).train()
 
 
 def test_a_trainer_that_compiles_the_whole_model_is_refused(worker: WorkerProcess, tmp_path: Path) -> None:

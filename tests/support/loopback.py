@@ -52,6 +52,7 @@ class LoopbackSegment:
         self.work = work
         self.remote = remote
         self.rechecks = None
+        self.evidence = None
         self.worker, self.is_exact = "loopback", True
 
     def expel(self, why: str) -> None:

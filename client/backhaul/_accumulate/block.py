@@ -241,9 +241,7 @@ class AccumulationBlock:
         else:
             returned = NOT_CALLED
         if returned is NOT_CALLED:
-            if whole is not None:
-                whole.runs_here()
-            returned = function(*args, **kwargs)
+            returned = function(*args, **kwargs) if whole is None else whole.call_here(function, args, kwargs)
         loss = loss_in(returned)
         if loss is None:
             raise AccumulationError(f"run() in {self.name} needs a function that returns a loss: see its documentation")

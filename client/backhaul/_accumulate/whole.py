@@ -45,6 +45,7 @@ class WholeMicroBatches:
         shares: How many of the first micro-batches workers get.
         rechecks: The draws of those that the trainer computes as well; None for no draws.
         journal: Counts micro-batches by the name of their function.
+        has_workers: Whether a worker is up.
         keep_rest: Called when the trainer begins to compute micro-batches itself: workers get no segments of these.
 
     Attributes:
@@ -59,10 +60,12 @@ class WholeMicroBatches:
         rechecks: Rechecks | None,
         journal: Journal,
         keep_rest: Callable[[], None],
+        *,
+        has_workers: bool,
     ) -> None:
         self._calls, self._shares, self.rechecks, self._journal = calls, shares, rechecks, journal
         self._keep_rest = keep_rest
-        self._first = self._left = shares.first()
+        self._first = self._left = shares.first() if has_workers else 0
         self._submitted: dict[int, MicroBatch] = {}  # by the id of its frame
         self._log = SegmentLog("")  # of the last function
         self._awaited = Awaited(self._loss_read)
@@ -101,11 +104,12 @@ class WholeMicroBatches:
         self._log.whole()
         self._submitted[id(call.frame)] = micro_batch
 
-    def runs_here(self) -> None:
-        """Notes that the trainer computes the next micro-batch itself, and all that follow."""
+    def call_here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function whose micro-batch the trainer computes itself, as it does all that follow."""
         self._left = 0
         if self._submitted:
             self._keep_rest()
+        return self._calls.here(function, args, kwargs)
 
     def ran_here(self, took_s: float) -> None:
         """Notes what a micro-batch took that ran here."""

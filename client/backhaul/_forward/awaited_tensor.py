@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backhaul_runtime.tensors.layout import Layout
 from backhaul_runtime.torch_internals.private import DisableTorchFunction, pytree
+from backhaul_runtime.torch_internals.storages import is_only_user
 
 _KNOWN = {
     getattr(Tensor, name).__get__
@@ -133,11 +134,11 @@ class AwaitedTensor(Tensor):
             return args[0]._detached()
         if func in _DEFERRED and "out" not in kwargs and not has_graph:
             return _deferred(func, args, kwargs, next(one._of for one in tensors if isinstance(one, cls)))
-        if func in _IN_PLACE and isinstance(args[0], cls) and not args[0]._is_aliased and not has_graph:
-            result = _deferred(_IN_PLACE[func], args, kwargs, args[0]._of)
+        if func in _IN_PLACE and not has_graph and _may_wait(args[0]):
+            of = next(one._of for one in tensors if isinstance(one, cls))
+            result = _deferred(_IN_PLACE[func], args, kwargs, of)
             if (result.shape, result.dtype) == (args[0].shape, args[0].dtype):
-                args[0]._value = result._value
-                return args[0]
+                return _waiting(args[0], result._value, of)
         for one in tensors:
             if isinstance(one, cls):  # asked for each: they may be the same one
                 one.settle()
@@ -169,10 +170,27 @@ def _without_value(memory: Tensor) -> Tensor:
 
 
 def _over(memory: Tensor, value: _Value, of: Awaited) -> AwaitedTensor:
-    tensor = memory.as_subclass(AwaitedTensor)
-    tensor._value, tensor._of, tensor._is_aliased = value, of, False
-    of.add(tensor)
+    return _waiting(memory.as_subclass(AwaitedTensor), value, of)
+
+
+def _waiting(tensor: Tensor, value: _Value, of: Awaited) -> AwaitedTensor:
+    """Makes a tensor an awaited one, with another value if it is one already."""
+    is_new = not isinstance(tensor, AwaitedTensor) or "_value" not in tensor.__dict__
+    tensor.__class__ = AwaitedTensor
+    assert isinstance(tensor, AwaitedTensor)
+    tensor._value = value
+    if is_new:
+        tensor._of, tensor._is_aliased = of, False
+        of.add(tensor)
     return tensor
+
+
+def _may_wait(tensor: Tensor) -> bool:
+    """Whether what is written to a tensor may come later: nobody else sees its memory."""
+    with DisableTorchFunction():
+        if isinstance(tensor, AwaitedTensor):
+            return not tensor._is_aliased
+        return type(tensor) is Tensor and tensor.numel() == 1 and is_only_user(tensor)
 
 
 def _deferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Awaited) -> AwaitedTensor:

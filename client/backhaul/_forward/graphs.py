@@ -63,6 +63,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     TorchCompilation,
     arguments_of_graph,
     backend_of,
+    before_compilation,
     compilation,
     compilation_now,
     compile_for_autograd,
@@ -71,6 +72,7 @@ from backhaul_runtime.torch_internals.captured_graphs import (
     holds_functions,
     in_graphs,
     in_one_graph,
+    inline_checkpoints,
     keep_out,
     key_of,
     name_of_compiled,
@@ -108,6 +110,7 @@ class GraphTarget:
         name: The name of the function, for reports; empty: that which torch.compile knows.
         graph_count: The number of graphs that have run.
         compiles_itself: Whether Backhaul compiles the function, so that only one graph runs, and only a proven one.
+        is_whole: Whether the call is a micro-batch that is captured in one graph or not at all.
         take: Gets a call of a known program in the place of running it, and returns what stands for its results; None
             to run such calls. See `Graphs.unseen`.
         compiling: The settings that torch.compile has during the call, if it compiles.
@@ -118,6 +121,7 @@ class GraphTarget:
     name: str = ""
     graph_count: int = 0
     compiles_itself: bool = False
+    is_whole: bool = False
     take: Callable[[GraphCall, KnownSegment], Any] | None = None
     compiling: ExitStack = field(default_factory=ExitStack)
 
@@ -191,7 +195,7 @@ def compile_graph(
         compile_ids = iter([compilation_now()])
     except Exception as error:  # no variable may refer to it: its traceback refers to the variables
         reason = Refusal.of(error).reason
-    if reason and _present.target is not None and _present.target.compiles_itself:
+    if reason and _present.target is not None and (_present.target.compiles_itself or _present.target.is_whole):
         raise _UnsuitedError(reason)
     if reason:
         return _keeping(reason, plain(module, examples), name or "compiled graph", default)
@@ -213,7 +217,7 @@ def compile_graph(
                 return target.take(call, learned)
             return run_known(target.dispatcher, call, learned, target.options)
         _note_compilations(target, graph.name, compile_ids)
-        if target.take is not None and (isinstance(kind, str) or isinstance(learned, str)):
+        if target.is_whole and (isinstance(kind, str) or isinstance(learned, str)):
             raise Refusal(str(learned))
         expected = learned if isinstance(learned, Program) else None
         needs_function = target.compiles_itself and expected is None  # Rule 5
@@ -234,6 +238,7 @@ def compile_graph(
         except OtherOpsError:
             for step in undo:
                 step()
+            target.dispatcher.journal.log(graph.name).repeated()
             raise
 
     return run
@@ -358,7 +363,7 @@ class Graphs:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
     ) -> Any:
         if options.may_be_known and not nesting.active and not runs_plainly():
-            if getattr(backend_of(function), "makes_segments", False):
+            if is_compiled_for_segments(function):
                 name = name_of(getattr(function, "_orig_mod", function))
                 call = partial(function, *args, **kwargs)
                 return self._compiled(name, call, GraphTarget(self._dispatcher, options))
@@ -377,27 +382,35 @@ class Graphs:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        take: Callable[[GraphCall, KnownSegment], Any],
+        take: Callable[[GraphCall, KnownSegment], Any] | None,
     ) -> Any:
         """Lets `take` have a call in the place of running it, if its program is known.
 
-        The first calls of a kind, and one in `CHECKED_CALLS`, run here and are recorded, as Rules 5 and 6 say.
-        Checkpoints inside the function belong to the call.
+        The first calls of a kind, and one in `CHECKED_CALLS`, run here and are recorded, as Rules 5 and 6 say. Of a
+        function that the user has compiled with backend="backhaul" only the first one does, because the graph is what
+        counts (Rule 3). Checkpoints inside the function belong to the call.
 
         Args:
             function: The function to call.
             args: Positional arguments for the function.
             kwargs: Keyword arguments for the function.
             take: Gets the call of the graph. It returns what the function gets in the place of the graph's results.
+                None: the call runs here as a segment.
 
         Raises:
             Refusal: The call cannot be taken and has not run, for this reason.
         """
-        key = key_of(function)
+        if is_compiled := is_compiled_for_segments(function):
+            function, backend_options = before_compilation(function)
+            if backend_options.get("kernels", "eager") != "eager":
+                raise Refusal("it is compiled with Inductor's kernels")
+        key = is_compiled, key_of(function)
         if reason := self._refused_whole.get(key) or _why_not_now():
             raise Refusal(reason)
         options = replace(self._options, graphs="eager", compares_outputs=False)
-        target = GraphTarget(self._dispatcher, options, name_of(function), compiles_itself=True, take=take)
+        target = GraphTarget(
+            self._dispatcher, options, name_of(function), compiles_itself=not is_compiled, is_whole=True, take=take
+        )
         inlining.active = True
         try:
             return self._in_graph(("whole", key), compile_whole, function, args, kwargs, target)
@@ -457,6 +470,11 @@ class Graphs:
         return run_segment(self._dispatcher, function, args, kwargs, target.options, learn)
 
 
+def is_compiled_for_segments(function: Any) -> bool:
+    """Whether the user has compiled a function with backend="backhaul"."""
+    return bool(getattr(backend_of(function), "makes_segments", False))
+
+
 def _why_not_now() -> str:
     """Returns why a call cannot be compiled or run as a graph whatever its function is; empty if it can."""
     if is_capturing():
@@ -491,6 +509,7 @@ def compile_whole(module: fx.GraphModule, examples: list[Any]) -> Callable[..., 
     """The backend of functions whose calls `Graphs.unseen` gives away."""
     if effect := side_effect_of_compiled():
         raise _UnsuitedError(f"it changes {effect}, which a call that runs elsewhere cannot do")
+    inline_checkpoints(module)
     return compile_here(module, examples)
 
 

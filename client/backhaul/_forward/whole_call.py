@@ -1,6 +1,7 @@
 """Calls of whole micro-batches: a worker gets the program with its inputs, and the trainer runs no forward."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from backhaul._backward.frame import Frame
 from backhaul._dispatch.dispatcher import Dispatcher
 from backhaul._forward.awaited_tensor import Awaited, awaited
 from backhaul._forward.captured_graph import GraphCall, KnownSegment
-from backhaul._forward.graphs import Graphs
+from backhaul._forward.graphs import Graphs, is_compiled_for_segments
 from backhaul._forward.known_call import BegunKnownCall
 from backhaul._observe.call_log import CallLog
 from backhaul._torch_api.call_options import Options
@@ -87,6 +88,13 @@ class WholeCalls:
 
         returned = self._graphs.unseen(function, args, kwargs, take)
         return returned, taken[0] if taken else None
+
+    def here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function here. One that the user has compiled runs the graph that workers run, as a segment."""
+        if is_compiled_for_segments(function):
+            with suppress(Refusal):
+                return self._graphs.unseen(function, args, kwargs, None)
+        return function(*args, **kwargs)
 
     def _taken(self, call: GraphCall, segment: KnownSegment, of_workers: tuple[int, int]) -> WholeCall:
         if reason := _why_not(call, segment):

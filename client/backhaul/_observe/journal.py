@@ -57,6 +57,11 @@ class SegmentLog:
         with self._lock:
             self._calls += 1
 
+    def repeated(self) -> None:
+        """Takes back the count of a call, whose function runs once more."""
+        with self._lock:
+            self._calls -= 1
+
     def add(self, decision: Decision, wait: Duration) -> None:
         """Counts a recomputation, and the time for which backward waited for it."""
         with self._lock:

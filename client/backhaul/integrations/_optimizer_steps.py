@@ -9,8 +9,9 @@ NOTE [Blocks of a library's loop]
    failed step to those of whatever calls `backward` next.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from backhaul._accumulate.block import AccumulationBlock
 from backhaul._session import Session
@@ -62,6 +63,11 @@ class OptimizerSteps:
         if opened is not None:
             error = _AbandonedStepError()
             opened.__exit__(type(error), error, None)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs a micro-batch in the open block, as `AccumulationBlock.run` does."""
+        assert self._block is not None
+        return self._block.run(function, *args)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -4,8 +4,10 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from backhaul._api import connect
@@ -37,7 +39,8 @@ class BackhaulCallback(TrainerCallback):
         session: The session to use instead of one for each training. It is not closed.
         layers: Classes of the modules to checkpoint, for a model that has no checkpointing of its own.
         accumulate: Whether the micro-batches of an optimizer step are an accumulation block. None: if there are
-            several, and the model is not sharded.
+            several, and the model is not sharded. "whole": workers get micro-batches whole, see
+            docs/whole-micro-batches.md.
         if_nothing_travels: What happens if the first forward shows that no segment can be recomputed by a worker:
             "raise" NotRemoteError, or "warn" with NotRemoteWarning.
         **arguments: Further arguments of `backhaul.connect`.
@@ -52,7 +55,7 @@ class BackhaulCallback(TrainerCallback):
         *,
         session: Session | None = None,
         layers: Layers | None = None,
-        accumulate: bool | None = None,
+        accumulate: bool | Literal["whole"] | None = None,
         if_nothing_travels: IfNothingTravels = "raise",
         **arguments: Any,
     ) -> None:
@@ -81,12 +84,17 @@ class BackhaulCallback(TrainerCallback):
         """Surrounds a call of `Trainer.train`. Whatever ends it, nothing of the callback stays on the trainer.
 
         Raises:
-            ValueError: The Trainer compiles the whole model.
+            ValueError: The Trainer compiles the whole model, or would wait for each whole micro-batch.
         """
         if trainer.args.torch_compile:
             raise ValueError(
                 "torch_compile=True compiles the whole model with the checkpoints inside, so that none is a segment. "
                 'Set torch_compile=False, and let Backhaul compile the layers: BackhaulCallback(..., graphs="eager")'
+            )
+        if self._accumulate == "whole" and trainer.args.logging_nan_inf_filter:
+            raise ValueError(
+                'accumulate="whole" needs TrainingArguments(logging_nan_inf_filter=False): the filter reads each loss '
+                "at once, so the Trainer would wait for the worker"
             )
         if self._trainer is not None:
             raise RuntimeError("this BackhaulCallback is in a training already: give each Trainer one of its own")
@@ -124,7 +132,7 @@ class BackhaulCallback(TrainerCallback):
             training_step = trainer.training_step
 
             def ended_training_step(*args: Any, **kwargs: Any) -> Any:
-                loss = training_step(*args, **kwargs)
+                loss = (self._whole_step if self._is_whole(accelerator) else training_step)(*args, **kwargs)
                 if accelerator.sync_gradients:  # for a step of the user's own whose last micro-batch has no backward
                     steps.end()
                 return loss
@@ -154,9 +162,35 @@ class BackhaulCallback(TrainerCallback):
     def _defers(self, args: Any, accelerator: Any) -> bool:
         """Whether the micro-batches of an optimizer step become an accumulation block."""
         if self._accumulate is not None:
-            return self._accumulate
+            return bool(self._accumulate)
         has_replicas = args.n_gpu > 1  # nn.DataParallel runs forwards in threads of their own
         return args.gradient_accumulation_steps > 1 and not has_replicas and not is_sharded(accelerator)
+
+    def _is_whole(self, accelerator: Any) -> bool:
+        """Whether the next micro-batch may be computed whole: only a division comes between its loss and backward."""
+        is_plain = getattr(accelerator, "scaler", None) is None and accelerator.gradient_accumulation_steps == 1
+        return self._accumulate == "whole" and is_plain and self._steps is not None and self._steps.is_open
+
+    def _whole_step(self, model: nn.Module, inputs: dict[str, Any], items: Any = None) -> Any:
+        """Does what `Trainer.training_step` does for one process, except that its backward is that of the block."""
+        trainer, steps = self._trainer, self._steps
+        assert trainer is not None
+        assert steps is not None
+        model.train()
+        is_scaled = trainer.loss_is_scaled_for_ga
+        if is_scaled is None:
+            counts = trainer.model_accepts_loss_kwargs and items is not None
+            is_scaled = counts or trainer.compute_loss_func is not None
+        count = 1 if is_scaled else trainer.current_gradient_accumulation_steps
+
+        def compute_loss(inputs: dict[str, Any], items: Any) -> Any:
+            with trainer.compute_loss_context_manager():
+                loss: Any = trainer.compute_loss(model, inputs, num_items_in_batch=items)
+            return loss if count == 1 else loss / count
+
+        # The masks of Transformers depend on values, except where a call is captured: so the graph is what counts.
+        compiled = torch.compile(compute_loss, backend="backhaul")
+        return steps.run(compiled, trainer._prepare_inputs(inputs), items)
 
     def _restore(self) -> None:
         self._steps = None

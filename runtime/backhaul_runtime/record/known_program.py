@@ -32,6 +32,7 @@ from backhaul_runtime.program.op_list import resolve
 from backhaul_runtime.program.program import FLEX_ATTENTION, GeneratorRef, Program
 from backhaul_runtime.program.undefined_saves import UNDEFINED_CONTENT, UNDEFINED_SAVES
 from backhaul_runtime.record.contents import FixedDigests, contents_key
+from backhaul_runtime.record.op_recorder import INDEX
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.recording import RecordedSource, Recording, SavedTensor
 from backhaul_runtime.record.sources import MakeCopy, SourceKind, note_write, recorded_source
@@ -183,18 +184,7 @@ def known_program(
         raise Refusal("it makes a leaf")
     positions_of_sources = tuple(positions[id(tensor)] for tensor in sources.tensors)
     written = _written(recorder, program, positions_of_sources, inputs)
-    for node in program.nodes:
-        if node.op == FLEX_ATTENTION and is_autocast(program.ambient_states[node.ambient]):
-            raise Refusal("flex_attention runs under autocast")
-        if node.op == FLEX_ATTENTION:
-            continue
-        op = resolve(node.op)
-        if node.op in UNDEFINED_SAVES:
-            raise Refusal(f"{node.op} saves memory that it does not write")
-        if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
-            raise Refusal(f"the size of what {node.op} returns depends on values")
-        if any(isinstance(part, GeneratorRef) for part in node.parts):
-            raise Refusal(f"{node.op} draws from a generator of its own")
+    _check_nodes(recorder, program)
     argument_ids = set(map(id, arguments))
     known_sources = tuple(
         KnownSource.of(tensor, source, is_argument=id(tensor) in argument_ids)
@@ -212,6 +202,24 @@ def known_program(
         tuple(recording.accelerators),
         any(map(is_autocast, program.ambient_states)),
     )
+
+
+def _check_nodes(recorder: Recorder, program: Program) -> None:
+    """Raises Refusal for a node that may do something else in another call."""
+    for node in program.nodes:
+        if node.op == FLEX_ATTENTION and is_autocast(program.ambient_states[node.ambient]):
+            raise Refusal("flex_attention runs under autocast")
+        if node.op == FLEX_ATTENTION:
+            continue
+        op = resolve(node.op)
+        if node.op in UNDEFINED_SAVES:
+            raise Refusal(f"{node.op} saves memory that it does not write")
+        if node.op == INDEX and not recorder.call.selects_by_masks:  # by numbers, of which the result has as many
+            continue
+        if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags):
+            raise Refusal(f"the size of what {node.op} returns depends on values")
+        if any(isinstance(part, GeneratorRef) for part in node.parts):
+            raise Refusal(f"{node.op} draws from a generator of its own")
 
 
 def _written(

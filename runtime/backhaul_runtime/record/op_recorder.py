@@ -43,6 +43,10 @@ from backhaul_runtime.tensors.digest import read_digest
 from backhaul_runtime.tensors.layout import copy_exact
 from backhaul_runtime.torch_internals.private import HigherOrderOperator, OpOverload, is_plain, is_thin
 
+INDEX = "aten.index.Tensor"
+MASKS = torch.bool, torch.uint8
+"""The dtypes of indices that are masks."""
+
 
 class OpRecorder:
     """Makes a node of each op of a call. An op that no program can hold sets the recording's refusal.
@@ -98,6 +102,8 @@ class OpRecorder:
         # In a tensor from outside it could read memory that was not sent.
         if op_rules.name in ABSOLUTE and args[0] not in call.memory.interior:
             raise Refusal(f"{op_rules.name} takes an offset in the storage of a tensor from outside")
+        if op_rules.name == INDEX and any(one is not None and one.dtype in MASKS for one in args[1]):
+            call.selects_by_masks = True
         if op_rules.name in RECURRENT and draws_beside_generators(op, args, kwargs):
             raise Refusal(
                 f"{op_rules.name} has dropout between its layers, which cuDNN does not draw from the generator"

@@ -37,6 +37,7 @@ class RunningCall:
         builder: The nodes, and the programs that they make.
         known: The tensors that a program can refer to.
         values_given: The number of ops that gave Python a value of a tensor.
+        selects_by_masks: Whether an op has indexed by a mask, so that the size of its result depends on values.
     """
 
     def __init__(
@@ -58,3 +59,4 @@ class RunningCall:
         self.builder = ProgramBuilder(self.recording, self.saved, self.memory, self.states)
         self.known = KnownTensors(self.recording, self.memory, self.states, self.builder)
         self.values_given = 0
+        self.selects_by_masks = False

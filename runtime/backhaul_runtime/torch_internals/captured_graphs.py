@@ -3,10 +3,11 @@
 Nothing here is imported from `torch._dynamo` before it is used, because that import takes a second.
 """
 
+import operator
 import re
 import sys
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -42,9 +43,26 @@ def side_effect_of_compiled() -> str:
     if effects.tensor_hooks or effects.save_for_backward:
         return "the hooks of a tensor, or what a custom function saves"
     existing = AttributeMutationExisting, ValueMutationExisting  # not what the call has made itself
-    changed = [one for one in effects._get_modified_vars() if isinstance(one.mutation_type, existing)]
+    changed = [
+        one
+        for one in effects._get_modified_vars()
+        if isinstance(one.mutation_type, existing) and not _is_restored(one, effects)
+    ]
     names = [getattr(one.source, "name", "") for one in changed[:3]]
     return " and ".join(str(name() if callable(name) else name) for name in names)
+
+
+def _is_restored(variable: Any, effects: Any) -> bool:
+    """Whether a call only sets attributes of an object, and at its end to what they are now, as code around it does."""
+    attributes = effects.store_attr_mutations.get(variable)
+    if not attributes or not hasattr(variable, "value"):
+        return False
+    if hasattr(variable, "is_base_vt_modified") and variable.is_base_vt_modified(effects):
+        return False
+    return all(
+        value.is_python_constant() and value.as_python_constant() is getattr(variable.value, name, attributes)
+        for name, value in attributes.items()
+    )
 
 
 class TorchCompilation(NamedTuple):
@@ -113,6 +131,27 @@ def why_no_list_of_calls(module: fx.GraphModule) -> str:
         ):
             return str(getattr(node.target, "__name__", node.target))
     return ""
+
+
+def inline_checkpoints(module: fx.GraphModule) -> None:
+    """Puts what torch's checkpoint runs into a graph, in the place of the operator that torch.compile makes of it."""
+    from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+    graph = module.graph
+    while node := next((one for one in graph.nodes if one.target is tag_activation_checkpoint), None):
+        body, *operands = node.args
+        inside = getattr(module, body.target).graph
+        placeholders = [one for one in inside.nodes if one.op == "placeholder"]
+        with graph.inserting_before(node):
+            results = graph.graph_copy(inside, dict(zip(placeholders, operands, strict=True)))
+        for user in list(node.users):
+            if user.target is operator.getitem and isinstance(results, (tuple, list)):
+                user.replace_all_uses_with(results[user.args[1]])
+                graph.erase_node(user)
+        if node.users:
+            node.replace_all_uses_with(results)
+        graph.erase_node(node)
+    module.recompile()
 
 
 def is_flex_attention(target: Any) -> bool:
@@ -185,6 +224,19 @@ def backend_of(function: Any) -> Any:
 
     None for any other, and for a partial function.
     """
+    backend = _wrapped_backend(function)
+    return getattr(backend, "compiler_fn", backend)
+
+
+def before_compilation(function: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns what torch.compile was given for what it has returned, and the options that it has for its backend."""
+    options = getattr(_wrapped_backend(function), "kwargs", {}).get("options") or {}
+    if isinstance(function, nn.Module):
+        return vars(function)["_modules"].get("_orig_mod", function), options
+    return function._torchdynamo_orig_callable, options
+
+
+def _wrapped_backend(function: Any) -> Any:
     if "torch._dynamo.eval_frame" not in sys.modules:
         return None
     if isinstance(function, nn.Module):
@@ -194,7 +246,7 @@ def backend_of(function: Any) -> Any:
         backend = _closure(function) if getattr(function, "_is_torch_compile", False) else None
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
-    return getattr(backend, "compiler_fn", backend)
+    return backend
 
 
 def _closure(compiled: Any) -> Any:

@@ -1,5 +1,6 @@
 """Remembers which storages a call or a replay has met, by their addresses; a weak reference prevents their reuse."""
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -8,6 +9,13 @@ def storage_key(tensor: Tensor) -> int:
     """Returns a number that identifies a tensor's storage as long as a strong or weak reference to it exists."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def is_only_user(tensor: Tensor) -> bool:
+    """Whether no other tensor or array lies in a tensor's storage."""
+    storage = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users <= len((tensor, storage))
 
 
 class StorageLedger:
