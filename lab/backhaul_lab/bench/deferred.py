@@ -92,9 +92,21 @@ def measure_third(stage: Stage) -> list[Outcome]:
 
 
 def measure_lost(stage: Stage) -> list[Outcome]:
-    """Measures the figure defer_lost_helper: in every second block the helper is killed halfway."""
+    """Measures the figure defer_lost_helper."""
     session = stage.session(returns="gradients")
-    torch, deferred = _pair(session)
+    return [lost_helper("defer_lost_helper", stage, session, *_pair(session))]
+
+
+def lost_helper(name: str, stage: Stage, session: "Session", torch: BlockTraining, deferred: BlockTraining) -> Outcome:
+    """Measures the mean step of a training whose helper is killed halfway in every second block.
+
+    Args:
+        name: The figure.
+        stage: Where the helper runs.
+        session: The session of the training.
+        torch: A training on the trainer alone, with which it is compared.
+        deferred: The training.
+    """
     (worker,), (supervisor, *_) = session._workers, stage.worker.pids
 
     def kill(number: int) -> None:
@@ -121,7 +133,7 @@ def measure_lost(stage: Stage) -> list[Outcome]:
         Alternative("kept", partial(run, deferred, is_lost=False)),
     ]
     rounds = interleave(variants, stage.cores, PLAN, measured=measured)
-    return [of_rounds("defer_lost_helper", rounds, lambda taken: (taken["lost"] + taken["kept"]) / 2 / taken["torch"])]
+    return of_rounds(name, rounds, lambda taken: (taken["lost"] + taken["kept"]) / 2 / taken["torch"])
 
 
 def measure_wire(stage: Stage) -> list[Outcome]:

@@ -99,6 +99,8 @@ FIGURES = (
     _at_most("whole", "whole_equal", 0.55, "step of 8 whole micro-batches, equal worker / torch's checkpoint"),
     _at_most("whole_third", "whole_third", 0.85, "step of 16, a worker with 0.3 of a core / torch's checkpoint"),
     _at_most("whole_lora", "whole_lora", 0.55, "step of 8 whole micro-batches, LoRA / torch's checkpoint"),
+    _at_most("whole_lost", "whole_lost_helper", 0.80, "mean step, worker killed in every second one / torch's"),
+    _at_most("whole_wire", "whole_wire", 1.05, "bytes of a whole micro-batch, without sums / its token ids"),
     _at_most("peak_flat", "peak_flat", 1.05, "trainer's peak activation bytes, 64 segments / 8"),
     _at_most("peaks", "peak_vs_torch", 0.40, "trainer's peak activation bytes / torch's checkpoint, 16 blocks by 2"),
     _at_most("peaks", "peak_vs_offload", 0.45, "trainer's peak activation bytes / one segment's working set"),

@@ -40,6 +40,8 @@ GROUPS: Mapping[str, Group] = {
     "whole": Group("whole:measure", 120, on_cuda=True),
     "whole_third": Group("whole:measure_third", 200),
     "whole_lora": Group("whole:measure_adapted", 100, on_cuda=True),
+    "whole_lost": Group("whole:measure_lost", 130, on_cuda=True),
+    "whole_wire": Group("whole:measure_wire", 20),
     "peak_flat": Group("peaks:measure_flat", 140, on_cuda=True, environment=_PEAK),
     "peaks": Group("peaks:measure_beside_others", 40, on_cuda=True, environment=_PEAK),
     "wire": Group("wire:measure", on_cuda=True),
