@@ -101,11 +101,11 @@ def lost_helper(name: str, stage: Stage, session: "Session", torch: BlockTrainin
     """Measures the mean step of a training whose helper is killed halfway in every second block.
 
     Args:
-        name: The figure.
+        name: What the figure is called in `FIGURES`.
         stage: Where the helper runs.
-        session: The session of the training.
+        session: The session of `deferred`.
         torch: A training on the trainer alone, with which it is compared.
-        deferred: The training.
+        deferred: The one with the helper.
     """
     (worker,), (supervisor, *_) = session._workers, stage.worker.pids
 
