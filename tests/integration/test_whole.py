@@ -13,8 +13,9 @@ from torch.nn import functional
 import backhaul
 from backhaul import AccumulationError, Session, Settings
 from backhaul._accumulate.whole_shares import LEARNING, WholeShares
+from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import Refusal
-from conftest import QUIET, quiet
+from conftest import QUIET, quiet, wait_until
 from support.bits import differing
 from support.processes import WorkerProcess
 from support.whole import WIDTH, Language, Layer, batch, cross_entropy, most_remote, reasons_in, train, whole_in
@@ -189,6 +190,20 @@ def test_nothing_travels_but_the_inputs(session: Session) -> None:
     train(session, steps=1)
     after = session.report()
     assert after.down_bytes - before.down_bytes < 1.5 * model_bytes + 4_000 * SHARE
+
+
+def test_dashboards_see_them_as_calls_without_a_forward(worker: WorkerProcess) -> None:
+    with backhaul.connect(worker.address, settings=quiet(telemetry=True)) as session:
+        train(session)
+
+        def calls() -> list[Any]:
+            reports = [told.report for told in worker.reports() if told.report.run.id == session.run]
+            told_calls = [call for report in reports for call in report.calls if call.name == "cross_entropy"]
+            return [call for call in told_calls if call.decision]
+
+        wait_until(lambda: len(calls()) == SHARE * 3, "all calls are told")
+        forward = telemetry_pb2.Lane.LANE_FORWARD
+        assert sum(all(span.lane != forward for span in call.spans) for call in calls()) == whole_in(session)
 
 
 CHANGED: list[Any] = []

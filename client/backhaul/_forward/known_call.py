@@ -1,6 +1,7 @@
 """Runs a call whose program is known: a worker gets the segment before the call runs, and nothing is recorded."""
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -126,8 +127,11 @@ class BegunKnownCall:
         for position, tensor in enumerate(self._known.end(), len(self.call.recording.saved)):
             self.table.hold(position).kept = _keep(tensor)
 
-    def without_forward(self) -> Frame:
+    def without_forward(self, began_s: float) -> Frame:
         """Returns the frame of a call that only the worker runs.
+
+        Args:
+            began_s: When the call began, by the clock of `perf_counter`.
 
         Raises:
             Refusal: No worker has taken it, or one that computes other bits.
@@ -143,6 +147,7 @@ class BegunKnownCall:
         evidence_of(self._dispatcher, call, None, "it is a whole micro-batch, whose forward only a worker has run")
         frame = self._frame(lineage=lineage, uses=self._segment.uses.of_frame)
         call.log.taken("")
+        call.log.forward(frame, call.recording, 0.0, perf_counter() - began_s, self._segment.packed_bytes)
         lineage.release()
         return frame
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
+from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -97,13 +98,14 @@ class WholeCalls:
         return function(*args, **kwargs)
 
     def _taken(self, call: GraphCall, segment: KnownSegment, of_workers: tuple[int, int]) -> WholeCall:
+        began_s = perf_counter()
         if reason := _why_not(call, segment):
             raise Refusal(reason)
         known = segment.known
         draw = self._draws_of(call, known) if known.draws_on is not None else None
         log = CallLog(self._dispatcher.journal.log(call.graph.name), self._dispatcher.telemetry)
         log.known()
-        frame = BegunKnownCall(self._dispatcher, call, segment, self._options, log, of_workers).without_forward()
+        frame = BegunKnownCall(self._dispatcher, call, segment, self._options, log, of_workers).without_forward(began_s)
         if draw is not None:
             draw()
         leaves = {
