@@ -6,6 +6,10 @@ LEARNING = 3
 """The calls of a kind that run on the trainer before its program is known, see NOTE [Graphs], Rule 5."""
 
 
+RETRY_BLOCKS = 16
+"""After so many blocks without the workers' help, their speed is measured again."""
+
+
 def whole_share(micro_batches: int, remote_s: float, here_s: float) -> int:
     """Returns how many of a block's first micro-batches workers should compute, so that the block is short.
 
@@ -26,6 +30,7 @@ class WholeShares:
         self._micro_batches = 0  # of the last block
         self._remote_s = self._here_s = 0.0
         self._is_learning = False
+        self._alone = 0  # blocks since workers got any
 
     def first(self) -> int:
         """Returns how many of the first micro-batches of the next block workers should get."""
@@ -33,7 +38,9 @@ class WholeShares:
             return LEARNING
         # Until both have been measured, workers together are taken to be as fast as the trainer.
         here_s = self._here_s or self._remote_s or 1.0
-        return whole_share(self._micro_batches, self._remote_s or here_s, here_s)
+        share = whole_share(self._micro_batches, self._remote_s or here_s, here_s)
+        self._alone = 0 if share else self._alone + 1
+        return 1 if self._alone >= RETRY_BLOCKS else share
 
     def learning(self) -> None:
         """Notes that a call ran here because its program was not known."""
@@ -50,6 +57,7 @@ class WholeShares:
         """
         self._micro_batches = remote + here
         self._is_learning = self._is_learning and not remote
+        self._alone = 0 if remote else self._alone
         self._remote_s = _mean(self._remote_s, remote_s)
         if remote and here_s:
             self._here_s = _mean(self._here_s, sum(here_s) / len(here_s))
