@@ -1,5 +1,6 @@
 """Whole micro-batches: the trainer runs no forward of them, and everything has the bits of the loop."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -18,7 +19,7 @@ from backhaul_runtime.errors import Refusal
 from conftest import QUIET, quiet, wait_until
 from support.bits import differing
 from support.processes import WorkerProcess
-from support.whole import WIDTH, Language, Layer, batch, cross_entropy, most_remote, reasons_in, train, whole_in
+from support.whole import WIDTH, Language, Layer, alone, batch, cross_entropy, most_remote, reasons_in, train, whole_in
 
 pytestmark = pytest.mark.slow
 SHARE = 4
@@ -180,6 +181,79 @@ def test_what_is_read_inside_the_block_waits_and_is_counted(session: Session) ->
     assert means[1] == pytest.approx(sum(losses) / 6)  # another order of additions, in float64
     assert whole_in(session) == SHARE * 2 - LEARNING
     assert sum(one.losses_read for one in session.report().segments) == SHARE  # of the second step
+
+
+def writes_to_an_alias(total: list[Tensor], loss: Tensor) -> Tensor:
+    alias = loss.detach()
+    alias.mul_(3)
+    return loss
+
+
+def writes_to_what_has_an_alias(total: list[Tensor], loss: Tensor) -> Tensor:
+    alias = loss.detach().detach()
+    loss.mul_(3)
+    return alias * 2
+
+
+def adds_to_an_alias_of_the_first(total: list[Tensor], loss: Tensor) -> Tensor:
+    if not total:
+        total.append(loss.detach())
+        return loss
+    total[0] += loss
+    return total[0].clone()
+
+
+def adds_in_inference_mode(total: list[Tensor], loss: Tensor) -> Tensor:
+    with torch.inference_mode():
+        total.append(torch.zeros(()).add_(loss))
+        return loss * 2 + loss.detach()
+
+
+def calls_a_compiled_function(total: list[Tensor], loss: Tensor) -> Tensor:
+    return torch.compile(lambda x: x * 2 + 1, backend="eager")(loss)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        writes_to_an_alias,
+        writes_to_what_has_an_alias,
+        adds_to_an_alias_of_the_first,
+        adds_in_inference_mode,
+        calls_a_compiled_function,
+    ],
+    ids=lambda use: use.__name__,
+)
+def test_what_a_block_does_with_a_loss(session: Session, use: Callable[[list[Tensor], Tensor], Tensor]) -> None:
+    def results(session: Session | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, used = Language(), list[Tensor]()
+        for step in range(2):
+            total: list[Tensor] = []
+            with alone() if session is None else session.accumulate() as block:
+                used += [use(total, block.run(cross_entropy, model, *one)) for one in batch(step, 6)]
+            used += total
+        assert all(type(one) is Tensor for one in used)
+        return used
+
+    assert differing(results(session), results(None)) == []
+    assert whole_in(session) == most_remote(2, 6, SHARE)
+
+
+def test_many_threads_read_a_loss(session: Session) -> None:
+    model, values = Language().eval(), list[Tensor]()
+    with session.accumulate() as block:
+        losses = [block.run(cross_entropy, model, *one) for one in batch(0, 1) * SHARE]
+        threads = [threading.Thread(target=lambda: values.append(losses[-1] / 1)) for _ in range(2)]
+        threads += [threading.Thread(target=lambda: values.append(losses[-1].sqrt())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    loss = cross_entropy(model, *batch(0, 1)[0])
+    assert len(values) == len(threads)
+    assert all(torch.equal(value, loss) or torch.equal(value, loss.sqrt()) for value in values)
+    assert whole_in(session) == 1
 
 
 def test_nothing_travels_but_the_inputs(session: Session) -> None:

@@ -6,8 +6,11 @@ NOTE [Awaited tensors]
 2. With its value it becomes an ordinary tensor: the same object with another class, as torch's lazy parameters do it.
    At the end of a block all of them have theirs.
 3. Before that its memory holds NaN where the dtype has one, for code that looks at memory without asking torch.
+4. Tensors that share memory, as `detach` makes them, become ordinary together: what is then written to one of them
+   is in all of them, and no value arrives later.
 """
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,8 +58,12 @@ _IN_PLACE = {Tensor.add_: torch.add, Tensor.sub_: torch.sub, Tensor.mul_: torch.
 """The same for what writes to an awaited tensor: a running sum of losses must not wait for each."""
 
 
+_lock = threading.RLock()
+"""Held while a tensor becomes ordinary, or its value is passed on: other threads may read losses."""
+
+
 class Awaited:
-    """The awaited tensors of a block. One thread uses it.
+    """The awaited tensors of a block. One thread opens and ends it, and any thread may read the tensors.
 
     Args:
         read: Called for each value that is read before the end of the block, so that somebody waits for it.
@@ -81,8 +88,7 @@ class Awaited:
         self._is_ending = True
         try:
             for reference in self._tensors:
-                if isinstance(tensor := reference(), AwaitedTensor):
-                    tensor.settle()
+                _settle(reference())
         finally:
             self._is_ending = False
         self._tensors.clear()
@@ -108,15 +114,7 @@ class AwaitedTensor(Tensor):
 
     _value: _Value
     _of: Awaited
-    _is_aliased: bool  # whether another tensor has its memory
-
-    def settle(self) -> None:
-        """Waits for the value. Then the object is an ordinary tensor."""
-        with DisableTorchFunction(), torch.no_grad():
-            self._of.read()
-            self.copy_(self._value.get())
-            del self._value, self._of, self._is_aliased
-            self.__class__ = Tensor  # type: ignore[assignment]
+    _aliases: "list[weakref.ref[AwaitedTensor]]"  # those that have its memory, with this one. They share the list
 
     @classmethod
     def __torch_function__(
@@ -127,29 +125,56 @@ class AwaitedTensor(Tensor):
         if func in _KNOWN:
             with DisableTorchFunction():
                 return func(*args, **kwargs)
+        with _lock:
+            result = cls._without_waiting(func, args, kwargs)
+            if result is None:
+                for one in pytree.tree_leaves((args, kwargs)):
+                    _settle(one)
+        if result is not None:
+            return result
+        with DisableTorchFunction():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def _without_waiting(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Returns what a function of torch gives if it need not wait for values; else None."""
         tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        of = next((one._of for one in tensors if isinstance(one, cls)), None)
+        if of is None:  # another thread has made them ordinary meanwhile
+            return None
+        if func is Tensor.detach:
+            return args[0]._detached()  # type: ignore[no-any-return]
         with DisableTorchFunction():
             has_graph = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
-        if func is Tensor.detach:
-            return args[0]._detached()
-        if func in _DEFERRED and "out" not in kwargs and not has_graph:
-            return _deferred(func, args, kwargs, next(one._of for one in tensors if isinstance(one, cls)))
-        if func in _IN_PLACE and not has_graph and _may_wait(args[0]):
-            of = next(one._of for one in tensors if isinstance(one, cls))
+        if has_graph:
+            return None
+        if func in _DEFERRED and "out" not in kwargs:
+            return _deferred(func, args, kwargs, of)
+        if func in _IN_PLACE and _may_wait(args[0]):
             result = _deferred(_IN_PLACE[func], args, kwargs, of)
             if (result.shape, result.dtype) == (args[0].shape, args[0].dtype):
                 return _waiting(args[0], result._value, of)
-        for one in tensors:
-            if isinstance(one, cls):  # asked for each: they may be the same one
-                one.settle()
-        with DisableTorchFunction():
-            return func(*args, **kwargs)
+        return None
 
     def _detached(self) -> "AwaitedTensor":
         with DisableTorchFunction():
             tensor = _over(self.as_subclass(Tensor).detach(), self._value, self._of)
-        tensor._is_aliased = self._is_aliased = True
+        self._aliases += tensor._aliases
+        tensor._aliases = self._aliases
         return tensor
+
+
+def _settle(tensor: object) -> None:
+    """Waits for the value of an awaited tensor. Then it is an ordinary one, with all that share its memory (Rule 4)."""
+    with _lock, DisableTorchFunction(), torch.no_grad():
+        if not isinstance(tensor, AwaitedTensor):
+            return
+        tensor._of.read()
+        tensor.copy_(tensor._value.get())
+        for reference in tensor._aliases:
+            if (one := reference()) is not None:
+                del one._value, one._of, one._aliases
+                one.__class__ = Tensor  # type: ignore[assignment]
 
 
 def awaited(layout: Layout, device: torch.device, read: Callable[[], Tensor], of: Awaited) -> Tensor:
@@ -180,7 +205,7 @@ def _waiting(tensor: Tensor, value: _Value, of: Awaited) -> AwaitedTensor:
     assert isinstance(tensor, AwaitedTensor)
     tensor._value = value
     if is_new:
-        tensor._of, tensor._is_aliased = of, False
+        tensor._of, tensor._aliases = of, [weakref.ref(tensor)]
         of.add(tensor)
     return tensor
 
@@ -189,8 +214,8 @@ def _may_wait(tensor: Tensor) -> bool:
     """Whether what is written to a tensor may come later: nobody else sees its memory."""
     with DisableTorchFunction():
         if isinstance(tensor, AwaitedTensor):
-            return not tensor._is_aliased
-        return type(tensor) is Tensor and tensor.numel() == 1 and is_only_user(tensor)
+            return len(tensor._aliases) == 1
+        return type(tensor) is Tensor and tensor.numel() == 1 and is_only_user(tensor) and not tensor.is_inference()
 
 
 def _deferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Awaited) -> AwaitedTensor:
@@ -210,4 +235,5 @@ def _deferred(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], of: Awa
             result: Tensor = func(*final_args, **final_kwargs)
         return result
 
-    return _over(_without_value(torch.empty_like(like)), _Value(read), of)
+    with torch.inference_mode(False):  # a tensor of that mode could get no value after it
+        return _over(_without_value(torch.empty_like(like)), _Value(read), of)

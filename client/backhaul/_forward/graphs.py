@@ -89,7 +89,7 @@ from backhaul_runtime.torch_internals.wrapper_tensors import is_wrapper, overrid
 
 _OWN = (
     *(f"backhaul.{name}" for name in ("_accumulate", "_backward", "_dispatch", "_observe", "_worker_client")),
-    *(f"backhaul._forward.{name}" for name in ("graft", "saved_tensor_hooks")),
+    *(f"backhaul._forward.{name}" for name in ("awaited_tensor", "graft", "saved_tensor_hooks")),
     "backhaul_runtime",
 )
 """What a compiled function may lead into, as by a backward inside of it, and what torch.compile must not trace."""
