@@ -271,9 +271,9 @@ def test_dashboards_see_them_as_calls_without_a_forward(worker: WorkerProcess) -
         train(session)
 
         def calls() -> list[Any]:
-            reports = [told.report for told in worker.reports() if told.report.run.id == session.run]
-            told_calls = [call for report in reports for call in report.calls if call.name == "cross_entropy"]
-            return [call for call in told_calls if call.decision]
+            reports = [received.report for received in worker.reports() if received.report.run.id == session.run]
+            every = [call for report in reports for call in report.calls if call.name == "cross_entropy"]
+            return [call for call in every if call.decision]
 
         wait_until(lambda: len(calls()) == SHARE * 3, "all calls are told")
         forward = telemetry_pb2.Lane.LANE_FORWARD
