@@ -486,6 +486,18 @@ def test_what_it_returns_beside_the_loss(session: Session, shape: str) -> None:
     assert all(torch.equal(one, model(tokens)) for _, one in parts)
 
 
+def test_a_parameter_that_it_returns_takes_no_gradients(session: Session) -> None:
+    model, tokens, targets = Language(), *batch(0, 1)[0]
+
+    def loss(tokens: Tensor, targets: Tensor) -> Any:
+        return cross_entropy(model, tokens, targets), model.head.weight
+
+    with session.accumulate() as block:
+        weights = [block.run(loss, tokens, targets)[1] for _ in range(6)]
+    assert whole_in(session) == 1
+    assert all(torch.equal(one, model.head.weight) and not one.requires_grad for one in weights)
+
+
 def test_a_share_that_is_rechecked_has_the_same_bits(worker: WorkerProcess) -> None:
     with backhaul.connect(worker.address, settings=quiet(whole_recheck=1.0)) as session:
         assert differing(train(session), train(None)) == []

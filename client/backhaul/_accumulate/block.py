@@ -237,7 +237,7 @@ class AccumulationBlock:
                 returned, call = whole.call(function, args, kwargs)
                 if call is not None:
                     self._submit(call)
-                    return returned
+                    return _without_graph(returned)
         else:
             returned = NOT_CALLED
         if returned is NOT_CALLED:
@@ -249,7 +249,7 @@ class AccumulationBlock:
         del loss
         if whole is not None:
             whole.ran_here(perf_counter() - began_s)
-        return pytree.tree_map_only(Tensor, Tensor.detach, returned)
+        return _without_graph(returned)
 
     def _submit(self, call: WholeCall) -> None:
         """Queues the backward of a whole micro-batch."""
@@ -602,6 +602,11 @@ class AccumulationBlock:
         for micro_batch in keeping:
             micro_batch.uncollected = [(uploader, {}) for uploader, _ in micro_batch.uncollected]
         self._finished.clear()
+
+
+def _without_graph(returned: Any) -> Any:
+    """Detaches the tensors that a function has returned, also parameters, which would take gradients."""
+    return pytree.tree_map_only(Tensor, lambda one: one.detach() if one.requires_grad else one, returned)
 
 
 @contextmanager
