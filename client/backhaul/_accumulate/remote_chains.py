@@ -181,7 +181,7 @@ class RemoteChains:
             micro_batch.outputs, micro_batch.ended_s = answer.outputs, perf_counter()
             if self._unseen_rechecks is not None and self._unseen_rechecks.draws():
                 again = partial(frame.local_backward.repeats_unseen, remote, self._unseen_rechecks)
-                micro_batch.drawn.append(partial(again, {0: gradient}, answer.addresses, answer.outputs))
+                micro_batch.drawn.append(partial(again, {0: gradient}, answer.contribution_digests, answer.outputs))
         frame.note_evidence(gradients, micro_batch.state, answer.contributions, summed, remote)
         micro_batch.stored = None  # not before, because `_recovered` must learn that the trainer lacks the gradient
         stayed = {source: may_stay[source] for source in answer.uncollected}

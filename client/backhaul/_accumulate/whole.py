@@ -10,7 +10,7 @@ NOTE [Whole micro-batches]
 3. The generator is moved as forward would have moved it. What a program cannot carry is a reason to run the function
    here: other results than one loss, side effects, writes to buffers, hooks, an input that has a graph.
 4. The trainer has nothing to compare with a worker's forward. So it computes a random share of them itself, and
-   compares all gradients with the addresses that the worker has returned before it knew that they were drawn. How a
+   compares all gradients with the digests that the worker has returned before it knew that they were drawn. How a
    worker adds them up is not compared.
 """
 

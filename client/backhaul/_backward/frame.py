@@ -88,7 +88,7 @@ class RemoteGradients(NamedTuple):
         stored: The gradients that the worker stores for the backwards of predecessors, by source.
         took_s: Seconds from the request to the answer.
         outputs: The values of the program's outputs, if forward has not run on the trainer; else none.
-        addresses: The addresses of all contributions, also of those that stayed; none if forward has run here.
+        contribution_digests: Those of all contributions, also of those that stayed; none if forward has run here.
     """
 
     contributions: list[Contribution]
@@ -96,7 +96,7 @@ class RemoteGradients(NamedTuple):
     stored: Mapping[int, StoredGradient]
     took_s: float
     outputs: Sequence[Tensor] = ()
-    addresses: Sequence[bytes] = ()
+    contribution_digests: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,7 +318,7 @@ class Frame:
         names.proven.update(self.program.functions)
         uncollected = answer.commit(round_number)
         return RemoteGradients(
-            answer.contributions, uncollected, answer.stored, answer.took_s, answer.outputs, answer.addresses
+            answer.contributions, uncollected, answer.stored, answer.took_s, answer.outputs, answer.contribution_digests
         )
 
     def _unseen_outputs(self) -> Sequence[Layout]:

@@ -17,7 +17,7 @@ from backhaul._backward.value_check import CheckpointError, Recomputed, check_re
 from backhaul_runtime.errors import BackhaulError, RecheckError, WorkerLostError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution
-from backhaul_runtime.tensors.digest import address_of, content_digest, saved_digest
+from backhaul_runtime.tensors.digest import content_digest, digest_of_tensor, saved_digest
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.tensors.random_projection import projections as projections_of
 from backhaul_runtime.torch_internals.graph_entries import with_history_of
@@ -155,19 +155,19 @@ class LocalBackward:
         remote: RemoteSegment,
         rechecks: Rechecks,
         gradients: Mapping[int, Tensor],
-        addresses: Sequence[bytes],
+        digests: Sequence[bytes],
         outputs: Sequence[Tensor],
     ) -> bool:
         """Whether the trainer gets what a worker has computed of a call that the trainer has not run.
 
-        Its gradients are in sums on the worker. So their addresses are compared, which it has returned before it knew
+        Its gradients are in sums on the worker. So their digests are compared, which it has returned before it knew
         that the call was drawn. False also if the trainer can't compute them, or not with the same bits each time.
 
         Args:
             remote: The worker's side that has returned them.
             rechecks: Learns of a worker that is out.
             gradients: The gradients of the program's outputs, by the output's position.
-            addresses: The address of each contribution; empty for none.
+            digests: The digest of each contribution; empty for none.
             outputs: The values of the program's outputs.
 
         Raises:
@@ -180,8 +180,8 @@ class LocalBackward:
             computed = [own[position] for position in range(len(outputs))]
             contributions = self.gradients(values, gradients)
             return [
-                *(b"" if one.gradient is None else address_of(one.gradient) for one in contributions),
-                *map(address_of, computed),
+                *(b"" if one.gradient is None else digest_of_tensor(one.gradient) for one in contributions),
+                *map(digest_of_tensor, computed),
             ]
 
         try:
@@ -190,7 +190,7 @@ class LocalBackward:
             message = error.message if isinstance(error, BackhaulError) else f"{type(error).__name__}: {error}"
             self.call.log.not_rechecked(message.partition("\n")[0])
             return False
-        theirs = [*addresses, *map(address_of, outputs)]
+        theirs = [*digests, *map(digest_of_tensor, outputs)]
         if ours != theirs:
             if ours != run():
                 self.call.log.not_rechecked("the trainer's kernels do not repeat their own bits")

@@ -35,8 +35,8 @@ class RemoteAnswer(NamedTuple):
         took_s: Seconds from the request to the answer. Before the request the device computes the gradient that it
             starts from, and the worker does not take that time.
         outputs: The values of the program's outputs, if they were asked for.
-        addresses: The address of each contribution as the worker has computed it, also of those that stay there; empty
-            for none. No addresses unless outputs were asked for.
+        contribution_digests: The digest of each contribution as the worker has computed it, also of those that stay
+            there; empty for none. No digests unless outputs were asked for.
     """
 
     compared: Recomputed
@@ -45,7 +45,7 @@ class RemoteAnswer(NamedTuple):
     commit: Callable[[int], set[int]]
     took_s: float
     outputs: Sequence[Tensor] = ()
-    addresses: Sequence[bytes] = ()
+    contribution_digests: Sequence[bytes] = ()
 
 
 class RemoteSegment(Protocol):
@@ -94,7 +94,7 @@ class RemoteSegment(Protocol):
             upcoming: Numbers of the segments that the trainer will request next from this worker, in order. None stands
                 for the one that was saved before this segment.
             outputs: The layouts of the program's outputs, if the trainer has not run forward: the answer then has their
-                values, and the addresses of contributions.
+                values, and the digests of contributions.
             checks_bytes: Whether both sides compute digests of the returned gradients.
         """
 

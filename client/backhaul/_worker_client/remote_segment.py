@@ -209,7 +209,7 @@ class SavedSegment:
             wants_digests=checks_bytes,
             summed_sources=sorted(summed),
             wanted_outputs=range(len(outputs)),
-            wants_addresses=bool(outputs),
+            wants_contribution_digests=bool(outputs),
         )
         answer_bytes = sum(
             layout.gradient_bytes for source, layout in due if source not in may_stay and source not in unsent
@@ -252,8 +252,8 @@ class SavedSegment:
                 self._uploader.uncollected.commit(self.worker_session, key, parameters, round_number)
             return sources
 
-        values, named_there = wanted_outputs(result.outputs, outputs), [one.tensor for one in result.contributions]
-        return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s, values, named_there)
+        values, digests = wanted_outputs(result.outputs, outputs), [one.digest for one in result.contributions]
+        return RemoteAnswer(_recomputed(result), contributions, stored, commit, took_s, values, digests)
 
     def _ask(self, request: segment_pb2.Request, gradients: Sequence[OutgoingTensor], answer_bytes: int) -> Answer:
         """Returns the answer to a backward, which the worker may have pushed already."""

@@ -493,11 +493,11 @@ class Start(_message.Message):
     WANTS_DIGESTS_FIELD_NUMBER: _builtins.int
     SUMMED_SOURCES_FIELD_NUMBER: _builtins.int
     WANTED_OUTPUTS_FIELD_NUMBER: _builtins.int
-    WANTS_ADDRESSES_FIELD_NUMBER: _builtins.int
+    WANTS_CONTRIBUTION_DIGESTS_FIELD_NUMBER: _builtins.int
     wants_digests: _builtins.bool
     """Digest what is returned, for a trainer that does so too."""
-    wants_addresses: _builtins.bool
-    """Name each contribution by its address, also one that stays here: so a trainer can recheck it later."""
+    wants_contribution_digests: _builtins.bool
+    """Digest each contribution, also one that stays here: so a trainer can recheck it later."""
     @_builtins.property
     def gradients(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputGradient]:
         """By output."""
@@ -522,11 +522,11 @@ class Start(_message.Message):
         wants_digests: _builtins.bool = ...,
         summed_sources: _abc.Iterable[_builtins.int] | None = ...,
         wanted_outputs: _abc.Iterable[_builtins.int] | None = ...,
-        wants_addresses: _builtins.bool = ...,
+        wants_contribution_digests: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "gradients", b"gradients", "summed_sources", b"summed_sources", "wanted_outputs", b"wanted_outputs", "wants_addresses", b"wants_addresses", "wants_digests", b"wants_digests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ambient_state", b"ambient_state", "gradients", b"gradients", "summed_sources", b"summed_sources", "wanted_outputs", b"wanted_outputs", "wants_contribution_digests", b"wants_contribution_digests", "wants_digests", b"wants_digests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -817,12 +817,12 @@ class Contribution(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     VIEW_FIELD_NUMBER: _builtins.int
     UNCOLLECTED_FIELD_NUMBER: _builtins.int
-    TENSOR_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     source: _builtins.int
     uncollected: _builtins.bool
     """It stays here, and counts once the backward is committed."""
-    tensor: _builtins.bytes
-    """Its address, if that was asked for."""
+    digest: _builtins.bytes
+    """Of its layout and values, if that was asked for."""
     @_builtins.property
     def view(self) -> Global___View: ...
     def __init__(
@@ -831,11 +831,11 @@ class Contribution(_message.Message):
         source: _builtins.int = ...,
         view: Global___View | None = ...,
         uncollected: _builtins.bool = ...,
-        tensor: _builtins.bytes = ...,
+        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["view", b"view"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "tensor", b"tensor", "uncollected", b"uncollected", "view", b"view"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "source", b"source", "uncollected", b"uncollected", "view", b"view"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

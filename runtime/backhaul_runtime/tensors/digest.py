@@ -89,6 +89,12 @@ def tensor_address(layout: Layout, content: bytes) -> bytes:
     return xxhash.xxh3_128_digest(layout.full_header + content)
 
 
+def digest_of_tensor(tensor: Tensor) -> bytes:
+    """Returns the digest of a tensor's layout and values. Its place in memory does not count."""
+    layout = layout_of(tensor)
+    return saved_digest(layout, content_digest(tensor, layout))
+
+
 def address_of(tensor: Tensor) -> bytes:
     """Returns the address of a tensor with its current contents."""
     layout = layout_of(tensor)

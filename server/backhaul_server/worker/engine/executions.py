@@ -13,7 +13,7 @@ from backhaul_runtime.errors import ProgramError, ReplayError, SegmentUnknownErr
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Replay, sums_of, with_sums
 from backhaul_runtime.tensors.deferred_digest import KnownDigests
-from backhaul_runtime.tensors.digest import address_of, content_digest, tensor_address
+from backhaul_runtime.tensors.digest import address_of, content_digest, digest_of_tensor, tensor_address
 from backhaul_runtime.tensors.durations import Duration, wait_s
 from backhaul_runtime.tensors.layout import host_bytes, layout_of, payload
 from backhaul_runtime.tensors.stopwatch import Stopwatch, device_of_work
@@ -194,7 +194,7 @@ class BackwardInputs:
         wants_digests: Whether the result has digests of the returned tensors.
         summed: Sources for which the trainer wants the sum of the contributions instead of each.
         outputs: Positions of outputs whose bytes the result has.
-        wants_addresses: Whether the result has the address of each contribution.
+        wants_contribution_digests: Whether the result has the digest of each contribution.
     """
 
     addresses: tuple[tuple[int, bytes], ...]
@@ -202,7 +202,7 @@ class BackwardInputs:
     wants_digests: bool = False
     summed: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
-    wants_addresses: bool = False
+    wants_contribution_digests: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class ExecutionResult:
         chained: By source, the gradients of sources that are outputs of earlier segments.
         uncollected: Positions of contributions that stay on the worker and are not in the bundle, see NOTE [Sums].
         outputs: The bytes of the outputs that the trainer wanted, in its order.
-        addresses: The address of each contribution, empty for none; no addresses unless the trainer wanted them.
+        contribution_digests: The digest of each contribution, empty for none; no digests unless they were wanted.
         recompute_at_s: When the replay began, in seconds since 1970.
         recompute_s: Seconds that the replay took.
         backward_at_s: When the backward began, in seconds since 1970; 0 for a recompute.
@@ -233,7 +233,7 @@ class ExecutionResult:
     chained: Mapping[int, OutgoingTensor] = field(default_factory=dict)
     uncollected: Set[int] = frozenset()
     outputs: tuple[bytes, ...] = ()
-    addresses: tuple[bytes, ...] = ()
+    contribution_digests: tuple[bytes, ...] = ()
     recompute_at_s: float = 0.0
     recompute_s: float = 0.0
     backward_at_s: float = 0.0
@@ -302,7 +302,7 @@ def backward(
         contributions = ready.replay.backward(gradients)
         sums = sums_of(contributions, {*start.summed, *chained})
     contributions = with_sums(contributions, {source: sums[source] for source in start.summed if source in sums})
-    named = contributions if start.wants_addresses else []
+    named = contributions if start.wants_contribution_digests else []
     boundaries = {i for i, source in enumerate(work.program.sources) if not source.is_leaf}
     gradients_sent = [(i, c.gradient) for i, c in enumerate(contributions) if c.gradient is not None]
     sent = _addressed(bundle(gradients_sent), {i for i, c in enumerate(contributions) if c.source in boundaries})
@@ -314,7 +314,7 @@ def backward(
         saved_projections=ready.replay.saved_projections,
         chained={source: _named(OutgoingTensor.of(sums[source])) for source in chained if source in sums},
         outputs=tuple(_bytes_of(ready.replay.output(position)) for position in start.outputs),
-        addresses=tuple(b"" if c.gradient is None else address_of(c.gradient) for c in named),
+        contribution_digests=tuple(b"" if c.gradient is None else digest_of_tensor(c.gradient) for c in named),
         recompute_at_s=ready.began_at_s,
         recompute_s=wait_s(ready.took),
     )

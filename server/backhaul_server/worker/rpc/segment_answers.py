@@ -106,8 +106,9 @@ def encode_contributions(result: ExecutionResult) -> list[segment_pb2.Contributi
     ]
     for view in result.bundle.views:
         contributions[view.position].view.CopyFrom(encode_view(view))
-    for contribution, address in zip(contributions, result.addresses, strict=False):  # none unless they were wanted
-        contribution.tensor = address
+    digests = result.contribution_digests  # none unless they were wanted
+    for contribution, digest in zip(contributions, digests, strict=False):
+        contribution.digest = digest
     return contributions
 
 
@@ -134,7 +135,7 @@ def _encode_inputs(inputs: BackwardInputs) -> segment_pb2.Start:
         wants_digests=inputs.wants_digests,
         summed_sources=inputs.summed,
         wanted_outputs=inputs.outputs,
-        wants_addresses=inputs.wants_addresses,
+        wants_contribution_digests=inputs.wants_contribution_digests,
     )
 
 

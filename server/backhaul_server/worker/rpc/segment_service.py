@@ -258,7 +258,7 @@ class SegmentServicer(Servicer):
             request.start.wants_digests,
             tuple(request.start.summed_sources),
             _outputs(request.start.wanted_outputs, segment),
-            request.start.wants_addresses,
+            request.start.wants_contribution_digests,
         )
         slots = {slot.source: slot.slot for slot in request.slots}
         if max(slots, default=-1) >= len(segment.inputs.sources):
