@@ -327,7 +327,8 @@ def _bytes_of(output: Tensor) -> bytes:
     """Returns the elements of a short output in memory order. Raises ProgramError for a longer one."""
     if output.nbytes > SHORT_OUTPUT_BYTES:
         raise ProgramError(f"an output of {output.nbytes} bytes was asked for, more than {SHORT_OUTPUT_BYTES}")
-    return bytes(host_bytes(payload(output, layout_of(output)).cpu()))
+    data = payload(output, layout_of(output)).cpu()  # a name of its own: `host_bytes` does not keep it alive
+    return bytes(host_bytes(data))
 
 
 def _named(outgoing: OutgoingTensor) -> OutgoingTensor:
