@@ -108,6 +108,7 @@ def train(
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     clip: float = 0.0,
     happens: Callable[[int, int], None] = lambda step, number: None,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """Everything that must be equal, in all steps: losses, gradients, weights, buffers, and the generator's state.
 
@@ -122,9 +123,10 @@ def train(
         optimizer: Of the parameters.
         clip: The norm to which gradients are clipped; 0 for none.
         happens: Called with the number of the step and of the micro-batch, before the latter.
+        device: Of the model and its inputs.
     """
     seed_generators(0)
-    model = build()
+    model = build().to(device)
     prepare(model)
     stepper = optimizer([one for one in model.parameters() if one.requires_grad], lr=1e-2)
     results: list[Tensor] = []
@@ -133,7 +135,7 @@ def train(
         with alone() if session is None else session.accumulate() as block:
             for number, (tokens, targets) in enumerate(batch(step, micro_batches, lengths)):
                 happens(step, number)
-                losses.append(block.run(loss, model, tokens, targets))
+                losses.append(block.run(loss, model, tokens.to(device), targets.to(device)))
         assert all(type(one) is Tensor and not one.requires_grad for one in losses)
         if clip:
             results.append(nn.utils.clip_grad_norm_(model.parameters(), clip))
@@ -142,7 +144,7 @@ def train(
         stepper.step()
         stepper.zero_grad()
         results += [one.detach().clone() for one in (*model.parameters(), *model.buffers())]
-        results.append(torch.get_rng_state())
+        results += [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
     return results
 
 
