@@ -59,7 +59,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def secured(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     token_file = token_in(tmp_path_factory.mktemp("token"), "the-token-of-this-worker")
     options = ["--memory", "512MiB", "--token-file", token_file, *options_of(made / "worker")]
-    with WorkerProcess(*options) as process:
+    # A trainer keeps gRPC quiet, and what a test starts has the variables of the trainer that the test is.
+    with WorkerProcess(*options, environment={"GRPC_VERBOSITY": "INFO"}) as process:
         yield Secured(process, token_file)
 
 

@@ -44,7 +44,7 @@ def test_a_budget_that_the_machine_does_not_have_is_said(worker: WorkerProcess) 
     [
         (["--listen", "0.0.0.0:0"], "can be reached from other machines"),
         (["--listen", "nowhere"], '"nowhere" can\'t be read'),
-        (["--listen", "127.0.0.1:0", "--device", "abacus"], '--device "abacus" can\'t be used'),
+        (["--listen", "127.0.0.1:0", "--device", "abacus"], '"abacus" is no device of a worker'),
         (["--listen", "unix:/no/such/folder/b.sock"], "can't listen on /no/such/folder/b.sock"),
         (["--memory", "lots"], '"lots" is not a size: write a number with B, K, M, G or T, as in 8GiB'),
         (["--memory", "64"], '"64" has no unit: write 64GiB, 64MiB or another'),

@@ -230,7 +230,7 @@ FAMILIES: dict[str, Family] = {
         _mixtral,
         _text,
         {"MixtralDecoderLayer": 2},
-        recorded="the graph",  # of the call, which runs an op of Transformers that its function does not
+        recorded="the graph of its inside stays on the trainer",
     ),
     "Mixtral, router loss": Family(
         _mixtral_with_router_loss,

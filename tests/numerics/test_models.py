@@ -93,7 +93,7 @@ def test_model_with_graphs(name: str, autocast: bool, worker: WorkerProcess) -> 
     assert report.remote >= (0 if family.kept else 0.9 * calls)
     recorded = [reason for segment in report.segments for reason in segment.recorded]
     if family.recorded:
-        assert all(reason.startswith(family.recorded) for reason in recorded)
+        assert family.recorded in recorded or all(reason.startswith(family.recorded) for reason in recorded)
     else:
         assert recorded == []
         assert sum(segment.known for segment in report.segments) == calls - 3 * family.kinds

@@ -73,7 +73,8 @@ class ForkedCommand:
         stdout: IO[str] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._status, nursery_end = socket.socketpair()
+        # Its id and its exit code are messages of their own, however soon the second one follows.
+        self._status, nursery_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         read, written = os.pipe() if stdout is None else (-1, os.dup(stdout.fileno()))
         request = json.dumps([arguments, dict(os.environ if environment is None else environment)]).encode()
         with nursery_end:

@@ -376,6 +376,8 @@ def test_the_results_that_are_committed_can_be_read() -> None:
     assert files
     for file in files:
         results = json.loads(file.read_text())
+        if file.stem.endswith("-demo"):  # of `backhaul demo`, see tests/contract/test_measured.py
+            continue
         assert results["figures"].keys() <= {figure.name for figure in FIGURES}
         verdicts = {verdict.value for verdict in Verdict}
         assert all(figure["verdict"] in verdicts for figure in results["figures"].values())

@@ -1,12 +1,8 @@
 """Constants that trainer and worker must agree on. Does not import torch."""
 
-import os
 from collections.abc import Sequence
 
 from backhaul_runtime.process.addresses import Address
-
-# gRPC writes what goes wrong with connections to standard error, in its own words. Ours are in errors and in the log.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 PROTOCOL_VERSION = 9
 
