@@ -197,6 +197,14 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def whole_share(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
+    """Workers get the first four micro-batches of each block whole, however fast they are."""
+    from support.whole import SHARE
+
+    monkeypatch.setattr("backhaul._accumulate.whole_shares.WholeShares.first", lambda self: SHARE)
+
+
 @pytest.fixture(params=RETURNS)
 def returns(request: pytest.FixtureRequest) -> str:
     """What comes back."""

@@ -12,20 +12,14 @@ from torch import Tensor, nn
 import backhaul
 from backhaul import RecheckError
 from backhaul._accumulate.whole import WholeMicroBatches
-from backhaul._accumulate.whole_shares import WholeShares
 from conftest import QUIET, quiet, wait_until
 from faults.test_recheck import LyingWorker
 from support.bits import differing
 from support.processes import WorkerProcess
-from support.whole import Language, batch, cross_entropy, reasons_in, train, whole_in
+from support.whole import SHARE, Language, batch, cross_entropy, reasons_in, train, whole_in
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_compiler")]
-SHARE, STEPS = 4, 3
-
-
-@pytest.fixture(autouse=True)
-def share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WholeShares, "first", lambda self: SHARE)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_share")]
+STEPS = 3
 
 
 @pytest.mark.parametrize(

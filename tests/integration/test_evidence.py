@@ -442,3 +442,15 @@ def test_whole_micro_batches_that_only_a_worker_runs_are_named(
     reasons = {verdict["why"] for verdict in result.verdicts if verdict["outcome"] == "unknown"}
     assert reasons == {"it is a whole micro-batch, whose forward only a worker has run"}
     assert result.outcomes <= {"equal", "unknown"}
+
+
+def test_a_backward_after_the_end_of_the_session_queues_nothing(worker: WorkerProcess, directory: Path) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    with recording(worker, directory) as session:
+        y = session.checkpoint(block(), x)
+        evidence = session._dispatcher.evidence
+    assert evidence is not None
+    y.sum().backward()
+    assert x.grad is not None
+    assert evidence._thread._waiting_bytes == 0
+    assert evidence._thread._queue.empty()

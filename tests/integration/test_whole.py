@@ -1,7 +1,6 @@
 """Whole micro-batches: the trainer runs no forward of them, and everything has the bits of the loop."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,28 +12,15 @@ from torch.nn import functional
 
 import backhaul
 from backhaul import AccumulationError, Session, Settings
-from backhaul._accumulate.whole_shares import LEARNING, WholeShares
+from backhaul._accumulate.whole_shares import LEARNING
 from backhaul_proto.v1 import telemetry_pb2
 from backhaul_runtime.errors import Refusal
 from conftest import QUIET, quiet, wait_until
 from support.bits import differing
 from support.processes import WorkerProcess
-from support.whole import WIDTH, Language, Layer, alone, batch, cross_entropy, most_remote, reasons_in, train, whole_in
+from support.whole import SHARE, Language, Layer, batch, cross_entropy, most_remote, train, whole_in
 
-pytestmark = pytest.mark.slow
-SHARE = 4
-
-
-@pytest.fixture(autouse=True)
-def share(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
-    """Workers get this many micro-batches of each block, however fast they are."""
-    monkeypatch.setattr(WholeShares, "first", lambda self: SHARE)
-
-
-@pytest.fixture
-def session(worker: WorkerProcess) -> Iterator[Session]:
-    with backhaul.connect(worker.address, settings=QUIET) as session:
-        yield session
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("whole_share")]
 
 
 @pytest.mark.parametrize(
@@ -144,118 +130,6 @@ def test_torchs_own_checkpoint_inside_is_a_part_of_the_micro_batch(session: Sess
     assert whole_in(session) == SHARE * 3 - 1
 
 
-@pytest.mark.parametrize("is_seen", [False, True])
-def test_a_sum_that_the_loop_keeps_waits_for_nothing(session: Session, *, is_seen: bool) -> None:
-    """Unless somebody else sees its memory."""
-    model = Language().eval()
-    for step in range(2):
-        total = torch.zeros(())
-        seen = total.detach() if is_seen else None
-        with session.accumulate() as block:
-            for tokens, targets in batch(step, 6):
-                total += block.run(cross_entropy, model, tokens, targets)
-        expected = torch.zeros(())
-        for one in batch(step, 6):
-            expected += cross_entropy(model, *one).detach()
-        assert type(total) is Tensor
-        assert torch.equal(total, expected)
-        assert seen is None or torch.equal(seen, expected)
-    assert bool(sum(one.losses_read for one in session.report().segments)) == is_seen
-
-
-def test_what_is_read_inside_the_block_waits_and_is_counted(session: Session) -> None:
-    model, losses, means = Language(), [], []
-    for step in range(2):
-        total: Any = 0.0
-        with session.accumulate() as block:
-            for tokens, targets in batch(step, 6):
-                loss = block.run(cross_entropy, model, tokens, targets)
-                total += loss.detach()
-                if step:
-                    losses.append(loss.item())
-            mean = total / 6
-        means.append(float(mean))
-        assert type(total) is type(mean) is Tensor
-    expected = [cross_entropy(model, *one) for one in batch(1, 6)]  # dropout draws others
-    assert len(losses) == len(expected)
-    assert means[1] == pytest.approx(sum(losses) / 6)  # another order of additions, in float64
-    assert whole_in(session) == SHARE * 2 - LEARNING
-    assert sum(one.losses_read for one in session.report().segments) == SHARE  # of the second step
-
-
-def writes_to_an_alias(total: list[Tensor], loss: Tensor) -> Tensor:
-    alias = loss.detach()
-    alias.mul_(3)
-    return loss
-
-
-def writes_to_what_has_an_alias(total: list[Tensor], loss: Tensor) -> Tensor:
-    alias = loss.detach().detach()
-    loss.mul_(3)
-    return alias * 2
-
-
-def adds_to_an_alias_of_the_first(total: list[Tensor], loss: Tensor) -> Tensor:
-    if not total:
-        total.append(loss.detach())
-        return loss
-    total[0] += loss
-    return total[0].clone()
-
-
-def adds_in_inference_mode(total: list[Tensor], loss: Tensor) -> Tensor:
-    with torch.inference_mode():
-        total.append(torch.zeros(()).add_(loss))
-        return loss * 2 + loss.detach()
-
-
-def calls_a_compiled_function(total: list[Tensor], loss: Tensor) -> Tensor:
-    return torch.compile(lambda x: x * 2 + 1, backend="eager")(loss)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        writes_to_an_alias,
-        writes_to_what_has_an_alias,
-        adds_to_an_alias_of_the_first,
-        adds_in_inference_mode,
-        calls_a_compiled_function,
-    ],
-    ids=lambda use: use.__name__,
-)
-def test_what_a_block_does_with_a_loss(session: Session, use: Callable[[list[Tensor], Tensor], Tensor]) -> None:
-    def results(session: Session | None) -> list[Tensor]:
-        torch.manual_seed(0)
-        model, used = Language(), list[Tensor]()
-        for step in range(2):
-            total: list[Tensor] = []
-            with alone() if session is None else session.accumulate() as block:
-                used += [use(total, block.run(cross_entropy, model, *one)) for one in batch(step, 6)]
-            used += total
-        assert all(type(one) is Tensor for one in used)
-        return used
-
-    assert differing(results(session), results(None)) == []
-    assert whole_in(session) == most_remote(2, 6, SHARE)
-
-
-def test_many_threads_read_a_loss(session: Session) -> None:
-    model, values = Language().eval(), list[Tensor]()
-    with session.accumulate() as block:
-        losses = [block.run(cross_entropy, model, *one) for one in batch(0, 1) * SHARE]
-        threads = [threading.Thread(target=lambda: values.append(losses[-1] / 1)) for _ in range(2)]
-        threads += [threading.Thread(target=lambda: values.append(losses[-1].sqrt())) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    loss = cross_entropy(model, *batch(0, 1)[0])
-    assert len(values) == len(threads)
-    assert all(torch.equal(value, loss) or torch.equal(value, loss.sqrt()) for value in values)
-    assert whole_in(session) == 1
-
-
 def test_nothing_travels_but_the_inputs(session: Session) -> None:
     """No boundary, no weight that the worker has, no gradient before the sum."""
     train(session, steps=2, optimizer=partial(torch.optim.SGD, weight_decay=0.0))
@@ -278,159 +152,6 @@ def test_dashboards_see_them_as_calls_without_a_forward(worker: WorkerProcess) -
         wait_until(lambda: len(calls()) == SHARE * 3, "all calls are told")
         forward = telemetry_pb2.Lane.LANE_FORWARD
         assert sum(all(span.lane != forward for span in call.spans) for call in calls()) == whole_in(session)
-
-
-CHANGED: list[Any] = []
-COUNTS = {"calls": 0.0}
-
-
-def appends(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = cross_entropy(model, tokens, targets)
-    CHANGED.append(loss.detach())
-    return loss
-
-
-def sets_an_attribute(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = cross_entropy(model, tokens, targets)
-    model.last = loss.detach()
-    return loss
-
-
-def counts_calls(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    COUNTS["calls"] += 1.0
-    return cross_entropy(model, tokens, targets) * COUNTS["calls"]
-
-
-def sets_a_global(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    global LAST
-    loss = cross_entropy(model, tokens, targets)
-    LAST = loss.detach()
-    return loss
-
-
-LAST: Tensor | None = None
-WRITTEN = torch.zeros(())
-
-
-def writes_to_a_tensor(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = cross_entropy(model, tokens, targets)
-    WRITTEN.copy_(loss.detach())
-    return loss
-
-
-def reads_what_it_wrote(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = cross_entropy(model, tokens, targets) * (1 + WRITTEN)
-    with torch.no_grad():
-        WRITTEN.add_(0.25)
-    return loss
-
-
-def prints(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    print("a micro-batch")  # noqa: T201
-    return cross_entropy(model, tokens, targets)
-
-
-def draws_in_python(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    import random
-
-    return cross_entropy(model, tokens, targets) * random.random()
-
-
-def draws_in_numpy(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    import numpy as np
-
-    return cross_entropy(model, tokens, targets) * float(np.random.rand())
-
-
-def reads_a_value(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    loss = cross_entropy(model, tokens, targets)
-    return loss * 2 if loss.item() > 1 else loss
-
-
-def hooks_a_tensor(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    logits = model(tokens)
-    logits.register_hook(lambda gradient: gradient * 2)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def returns_two(model: nn.Module, tokens: Tensor, targets: Tensor) -> Any:
-    logits = model(tokens)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        appends,
-        sets_an_attribute,
-        counts_calls,
-        sets_a_global,
-        writes_to_a_tensor,
-        reads_what_it_wrote,
-        prints,
-        draws_in_python,
-        draws_in_numpy,
-        reads_a_value,
-        hooks_a_tensor,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_what_a_worker_cannot_do_runs_here_with_the_reason(
-    session: Session, loss: Callable[..., Tensor], capfd: pytest.CaptureFixture[str]
-) -> None:
-    def results(session: Session | None) -> list[Any]:
-        import random
-
-        import numpy as np
-
-        random.seed(0)
-        np.random.seed(0)
-        CHANGED.clear()
-        COUNTS["calls"] = 0.0
-        WRITTEN.zero_()
-        trained = train(session, loss=loss)
-        last = [] if LAST is None else [LAST]
-        return [
-            *trained,
-            *CHANGED,
-            *last,
-            WRITTEN.clone(),
-            torch.tensor(COUNTS["calls"]),
-            torch.tensor(random.random()),
-        ]
-
-    assert differing(results(session), results(None)) == []
-    assert whole_in(session) == 0
-    (reason,) = reasons_in(session)
-    assert reason
-    if loss is prints:
-        assert capfd.readouterr().out.count("a micro-batch") == 2 * 3 * 6
-
-
-class Normed(Language):
-    """With statistics that forward writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.embedding(tokens).flatten(0, 1)).unflatten(0, tokens.shape)
-        logits: Tensor = self.head(x)
-        return logits
-
-
-def test_statistics_are_written_here(session: Session) -> None:
-    assert differing(train(session, build=Normed), train(None, build=Normed)) == []
-    assert reasons_in(session) == ["it writes to an input, as BatchNorm does to its statistics"]
-
-
-def test_hooks_of_parameters_are_called_here(session: Session) -> None:
-    def hook(model: nn.Module) -> None:
-        next(model.parameters()).register_hook(lambda gradient: gradient * 2)
-
-    assert differing(train(session, prepare=hook), train(None, prepare=hook)) == []
-    assert reasons_in(session) == ["a parameter has hooks, which see each gradient"]
 
 
 def test_a_changed_attribute_is_another_program(session: Session) -> None:

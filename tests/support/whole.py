@@ -14,6 +14,8 @@ from backhaul._accumulate.whole_shares import LEARNING
 from support.bits import seed_generators
 
 WIDTH, TOKENS = 16, 23
+SHARE = 4
+"""How many of the micro-batches of a block workers get where a test uses the fixture `whole_share`."""
 
 
 class Layer(nn.Module):
@@ -120,10 +122,10 @@ def train(
         micro_batches: The number in each step.
         lengths: The lengths of the micro-batches, in turn.
         prepare: Called with the model before the first step.
-        optimizer: Of the parameters.
+        optimizer: Makes the optimizer from the parameters that take gradients and their learning rate.
         clip: The norm to which gradients are clipped; 0 for none.
         happens: Called with the number of the step and of the micro-batch, before the latter.
-        device: Of the model and its inputs.
+        device: Where the model and its inputs are.
     """
     seed_generators(0)
     model = build().to(device)

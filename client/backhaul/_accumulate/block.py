@@ -109,8 +109,8 @@ class AccumulationBlock:
         is_ours: Callable[[Frame], bool],
         log: SegmentLog,
         fixed: FixedDigests,
-        rechecks: Sequence[Rechecks] = (),
-        whole: WholeMicroBatches | None = None,
+        rechecks: Sequence[Rechecks],
+        whole: WholeMicroBatches,
         most_open: int = 4,
         deferred_bytes: int = 0,
         pending_gradient_bytes: int = 0,
@@ -144,7 +144,7 @@ class AccumulationBlock:
         self._times = BlockTimes()
         self._in_head = 0  # segments of the next micro-batch that belong to its head
         self._usual_head: Duration = 0.0  # what the last head without such segments took
-        self._chains = RemoteChains(self._gradients, log, self._open, None if whole is None else whole.rechecks)
+        self._chains = RemoteChains(self._gradients, log, self._open, whole.rechecks)
 
     def ended(self, took: Duration) -> EndedBlock:
         """Returns what is known of the block after its end.
@@ -231,24 +231,21 @@ class AccumulationBlock:
             AccumulationError: As for `backward`, or the function returns no loss.
         """
         self._check_use()
-        whole, began_s = self._whole, perf_counter()
-        if whole is not None and whole.is_next:
+        returned, began_s = NOT_CALLED, perf_counter()
+        if self._whole.is_next:
             with self._working():
-                returned, call = whole.call(function, args, kwargs)
+                returned, call = self._whole.call(function, args, kwargs)
                 if call is not None:
                     self._submit(call)
                     return _without_graph(returned)
-        else:
-            returned = NOT_CALLED
         if returned is NOT_CALLED:
-            returned = function(*args, **kwargs) if whole is None else whole.call_here(function, args, kwargs)
+            returned = self._whole.call_here(function, args, kwargs)
         loss = loss_in(returned)
         if loss is None:
             raise AccumulationError(f"run() in {self.name} needs a function that returns a loss: see its documentation")
         self.backward(loss)
         del loss
-        if whole is not None:
-            whole.ran_here(perf_counter() - began_s)
+        self._whole.ran_here(perf_counter() - began_s)
         return _without_graph(returned)
 
     def _submit(self, call: WholeCall) -> None:
@@ -270,7 +267,6 @@ class AccumulationBlock:
         self._plan(parts)
         self._chains.submit(micro_batch)
         self._open.append(micro_batch)
-        assert self._whole is not None
         self._whole.submitted(call, micro_batch)
 
     @contextmanager
@@ -390,8 +386,7 @@ class AccumulationBlock:
             self._collect()
             self._check_unchanged(self._fixed.changed())
             self._check_workers()
-            if self._whole is not None:
-                self._whole.end()
+            self._whole.end()
             self._gradients.deliver(self._reductions, self._fixed.changed)
             self._has_delivered = True  # nothing between these two lines lets Ctrl-C in
             self._fixed.forget()  # an optimizer may step now, if a plain backward completes the gradients

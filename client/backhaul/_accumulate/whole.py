@@ -43,14 +43,15 @@ class WholeMicroBatches:
     Args:
         calls: Gives calls to workers.
         shares: How many of the first micro-batches workers get.
-        rechecks: The draws of those that the trainer computes as well; None for no draws.
+        rechecks: Draws those that the trainer computes as well; None to compute none of them.
         journal: Counts micro-batches by the name of their function.
         has_workers: Whether a worker is up.
         keep_rest: Called when the trainer begins to compute micro-batches itself: workers get no segments of these.
 
     Attributes:
-        rechecks: Which of them the trainer computes as well; None for none.
-        here_s: Seconds that each micro-batch took that ran here, and that came after those of workers.
+        rechecks: As in the arguments: draws those that are computed twice.
+        here_s: Seconds of each micro-batch that ran here after those of workers.
+        micro_batches: The number of micro-batches that ran here.
     """
 
     def __init__(

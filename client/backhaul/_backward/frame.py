@@ -48,7 +48,7 @@ from backhaul_runtime.record.recording import SavedTensor
 from backhaul_runtime.replay.custom.backward_watch import CHANGES
 from backhaul_runtime.replay.replay import Contribution
 from backhaul_runtime.tensors.deferred_digest import ContentDigests, Digest, digest_of, read
-from backhaul_runtime.tensors.digest import content_digest, saved_digest
+from backhaul_runtime.tensors.digest import digest_of_tensor, saved_digest
 from backhaul_runtime.tensors.layout import Layout, layout_of, view_at
 from backhaul_runtime.tensors.stopwatch import Stopwatch
 from backhaul_runtime.torch_internals import ambient_state
@@ -479,12 +479,11 @@ class Frame:
     def _take(self, incoming: SavedTensorStream, index: int) -> Tensor:
         stopwatch = Stopwatch(self.call.device)
         tensor = incoming.take(index)
-        if self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined:
-            layout = layout_of(tensor)
-            if saved_digest(layout, content_digest(tensor, layout)) != incoming.compared.digests[index]:
-                raise TransferError(
-                    f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
-                )
+        checks_bytes = self.call.options.checks_bytes and not self.call.recording.saved[index].is_undefined
+        if checks_bytes and digest_of_tensor(tensor) != incoming.compared.digests[index]:
+            raise TransferError(
+                f"saved tensor {index} differs from what the worker computed: it was damaged in transit"
+            )
         if self._is_drawn and self.remote is not None:
             check_arrived(self.call, self.remote, index, tensor)
         if self._wanted <= self._here.keys():
@@ -598,5 +597,4 @@ def _needs_graph(gradients: Mapping[int, Tensor]) -> str:
 
 def _is_equal(saved: SavedTensor, tensor: Tensor) -> bool:
     """Whether a tensor is bitwise equal to the saved one."""
-    layout = layout_of(tensor)
-    return saved_digest(layout, content_digest(tensor, layout)) == saved.digest
+    return digest_of_tensor(tensor) == saved.digest

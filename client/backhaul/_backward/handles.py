@@ -15,8 +15,7 @@ from backhaul._torch_api.selective import KeptTensor
 from backhaul_runtime.program.custom.names import names
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.custom.backward_watch import WRITES
-from backhaul_runtime.tensors.digest import content_digest, saved_digest
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.digest import digest_of_tensor
 from backhaul_runtime.torch_internals.pre_dispatch import after_backward, unobserved
 from backhaul_runtime.torch_internals.storages import storage_key
 
@@ -124,8 +123,8 @@ class HandleTable:
         """
         if storage.expired() or storage.cdata == storage_key(tensor):  # type: ignore[no-untyped-call]
             return
-        saved, layout = self._call.recording.saved[index], layout_of(tensor)
-        if saved_digest(layout, content_digest(tensor, layout)) != saved.digest:
+        saved = self._call.recording.saved[index]
+        if digest_of_tensor(tensor) != saved.digest:
             names.deny(saved.op, f"the backward of {saved.op} {WRITES}")
             raise local_recompute.lost_write(self._call.name, [saved.op], "a tensor that outlives the forward")
 

@@ -17,8 +17,7 @@ from backhaul._backward.value_check import CheckpointError, Recomputed, check_re
 from backhaul_runtime.errors import BackhaulError, RecheckError, WorkerLostError
 from backhaul_runtime.program.program import Program
 from backhaul_runtime.replay.replay import Contribution
-from backhaul_runtime.tensors.digest import content_digest, digest_of_tensor, saved_digest
-from backhaul_runtime.tensors.layout import layout_of
+from backhaul_runtime.tensors.digest import digest_of_tensor
 from backhaul_runtime.tensors.random_projection import projections as projections_of
 from backhaul_runtime.torch_internals.graph_entries import with_history_of
 
@@ -234,8 +233,7 @@ def check_arrived(call: CheckpointedCall, remote: RemoteSegment, index: int, ten
     saved = call.recording.saved[index]
     if saved.is_undefined:
         return
-    layout = layout_of(tensor)
-    digest = saved_digest(layout, content_digest(tensor, layout))
+    digest = digest_of_tensor(tensor)
     projections = () if remote.is_exact else [projections_of([tensor])]
     try:
         check_recomputed(call.name, [saved], Recomputed([digest], projections))

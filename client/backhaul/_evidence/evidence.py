@@ -225,6 +225,8 @@ class CallEvidence:
             worker: The address of the worker that has computed them; empty for the trainer.
             has_other_bits: Whether that worker computes other bits than the trainer.
         """
+        if self._thread.has_ended:
+            return
         name, message = self._begun()
         try:
             whole = evidence_pb2.EvidenceBackward(
@@ -256,6 +258,8 @@ class CallEvidence:
 
     def missed(self, why: str) -> None:
         """Records that a backward ran that can't be verified, and why."""
+        if self._thread.has_ended:
+            return
         name, message = self._begun()
         self._thread.enqueue(name, without(message, why))
 

@@ -79,8 +79,8 @@ class EvidenceThread:
         """Writes what waits, and ends the thread. Waits a minute at most."""
         self._queue.put(None)
         self._thread.join(_CLOSE_S)
+        self.has_ended = True  # a later backward would queue copies that nobody takes
         if self._thread.is_alive():
-            self.has_ended = True
             self._say(f"what was left was not written within {_CLOSE_S:g} s of the end of the session")
 
     @only_in("backhaul-evidence")

@@ -16,7 +16,7 @@ from backhaul_runtime.program.program import is_function_name
 from backhaul_runtime.record.call_memory import SavedVersion
 from backhaul_runtime.record.recorder import Recorder
 from backhaul_runtime.record.sources import MakeCopy
-from backhaul_runtime.tensors.digest import content_digest, saved_digest, tensor_address
+from backhaul_runtime.tensors.digest import content_digest, digest_of_tensor, saved_digest, tensor_address
 from backhaul_runtime.tensors.layout import as_laid_out, copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.private import (
     DisablePythonDispatcher,
@@ -163,8 +163,7 @@ class SavedTensorHooks:
 
     def _digest_undefined(self) -> None:
         for kept, tensor in self._undefined:
-            layout = layout_of(tensor)
-            kept.digest = saved_digest(layout, content_digest(tensor, layout))
+            kept.digest = digest_of_tensor(tensor)
 
     def release(self) -> None:
         """Drops everything that belongs to the call, which has ended."""

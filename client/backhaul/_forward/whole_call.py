@@ -93,7 +93,7 @@ class WholeCalls:
     def here(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function here. One that the user has compiled runs the graph that workers run, as a segment."""
         if is_compiled_for_segments(function):
-            with suppress(Refusal):
+            with suppress(Refusal):  # `call` has counted the reason, as no worker gets it either
                 return self._graphs.unseen(function, args, kwargs, None)
         return function(*args, **kwargs)
 

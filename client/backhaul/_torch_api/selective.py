@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 
 from backhaul_runtime.program.op_rules import rules, tensors_in
 from backhaul_runtime.tensors.deferred_digest import Digest, read
-from backhaul_runtime.tensors.digest import content_digest, saved_digest
+from backhaul_runtime.tensors.digest import digest_of_tensor
 from backhaul_runtime.tensors.layout import copy_exact, layout_of, unsupported_reason
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
 from backhaul_runtime.torch_internals.private import OpOverload, alias_of, is_selective_pair, pytree, version_of
@@ -254,8 +254,7 @@ class KeptTensor:
         """Whether a returned tensor has the right contents, as far as that can be checked."""
         if self.is_of_others or not self.digest:
             return True
-        layout = layout_of(tensor)
-        return saved_digest(layout, content_digest(tensor, layout)) == read(self.digest)
+        return digest_of_tensor(tensor) == read(self.digest)
 
 
 class _SharedTensor(KeptTensor):

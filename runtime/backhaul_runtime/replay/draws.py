@@ -14,7 +14,7 @@ from backhaul_runtime.errors import Refusal
 from backhaul_runtime.tensors.layout import layout_of
 from backhaul_runtime.torch_internals.dispatch_mode import DispatchMode
 from backhaul_runtime.torch_internals.generators import default_generator, restoring
-from backhaul_runtime.torch_internals.private import OpOverload, pytree
+from backhaul_runtime.torch_internals.private import DisableTorchDispatch, OpOverload, pytree
 
 BY_LAYOUT = frozenset(
     {
@@ -114,8 +114,8 @@ def _skip(generator: torch.Generator, drawn: int) -> None:
     generator.set_offset(generator.get_offset() + drawn)
 
 
-@torch.no_grad()
 def _draw(calls: Sequence[tuple[Callable[..., Any], Any]]) -> None:
-    for op, arguments in calls:
-        args, kwargs = pytree.tree_map_only(_Like, _Like.make, arguments)
-        op(*args, **kwargs)
+    with torch.no_grad(), DisableTorchDispatch():  # dispatch modes of the caller must not see our own ops
+        for op, arguments in calls:
+            args, kwargs = pytree.tree_map_only(_Like, _Like.make, arguments)
+            op(*args, **kwargs)

@@ -74,25 +74,20 @@ def saved_digest(layout: Layout, content: bytes) -> bytes:
     return xxhash.xxh3_128_digest(layout.header + content)
 
 
+def digest_of_tensor(tensor: Tensor) -> bytes:
+    """Returns the digest of a tensor's layout and values. Its place in memory does not count."""
+    layout = layout_of(tensor)
+    return saved_digest(layout, content_digest(tensor, layout))
+
+
 def read_digest(tensors: Iterable[Tensor]) -> bytes:
     """Returns the digest of all tensors that an op reads, except kinds of tensors that have no bytes."""
-    digests = []
-    for tensor in tensors:
-        if unsupported_reason(tensor) is None:
-            layout = layout_of(tensor)
-            digests.append(saved_digest(layout, content_digest(tensor, layout)))
-    return xxhash.xxh3_128_digest(b"".join(digests))
+    return xxhash.xxh3_128_digest(b"".join(digest_of_tensor(one) for one in tensors if unsupported_reason(one) is None))
 
 
 def tensor_address(layout: Layout, content: bytes) -> bytes:
     """Returns the address of a stored tensor. Tensors with equal addresses are interchangeable, also in alignment."""
     return xxhash.xxh3_128_digest(layout.full_header + content)
-
-
-def digest_of_tensor(tensor: Tensor) -> bytes:
-    """Returns the digest of a tensor's layout and values. Its place in memory does not count."""
-    layout = layout_of(tensor)
-    return saved_digest(layout, content_digest(tensor, layout))
 
 
 def address_of(tensor: Tensor) -> bytes:
