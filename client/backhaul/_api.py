@@ -10,7 +10,7 @@ from torch import nn
 
 from backhaul._cli.typos import warn_of_unknown
 from backhaul._config import Config, Durability, GraphUse, Numerics, Returns, Settings, refuse_unknown, resolve
-from backhaul._forward.graphs import GraphTarget
+from backhaul._forward.graph_backend import GraphTarget
 from backhaul._session import Session
 from backhaul._torch_api import wrap as modules
 from backhaul._torch_api.call_options import decorator, options_of

@@ -6,7 +6,8 @@ from typing import Any, get_args
 from torch import fx
 
 from backhaul._api import present_target
-from backhaul._forward.graphs import Kernels, compile_graph, keep_own_code_out
+from backhaul._forward.graph_backend import Kernels, compile_graph
+from backhaul._forward.graphs import keep_own_code_out
 
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 
